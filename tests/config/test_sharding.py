@@ -20,8 +20,8 @@ def run_of(*flags: str) -> RunConfig:
     ("flags", "message"),
     [
         (
-            ["--training.fsdp_units=size"],
-            "training.fsdp_min_params: no FSDP group has 100,000,000 parameters or more",
+            ["--training.fsdp_units=Atention"],
+            "training.fsdp_units: no FSDP group can be made of Atention",
         ),
         (
             ["--training.fsdp_units=Attention", "--training.compile"],

@@ -15,7 +15,6 @@ from tests.support.steps import train_rows
 from tests.support.tiny import TWO_LAYERS
 from tests.support.watch import Calls, Operations
 from titanlite.assembly.build import build
-from titanlite.callbacks import Callback
 from titanlite.cli.hub.tensors import Contents
 from titanlite.dist.dist_env import DistEnv
 from titanlite.features.experts.balance import ExpertBalance
@@ -218,47 +217,6 @@ def test_a_resumed_run_goes_on_to_the_last_bit(
     saved = Contents(tmp_path / "checkpoint" / "step-4").manifest.tensors
     entry = saved["model.layers.0.feed_forward.expert_bias"]
     assert entry == ["float32", [8]]
-
-
-class Kept(Callback):
-    """The biases that the run goes back to."""
-
-    biases: dict[str, Tensor] | None = None
-
-    def on_rollback(self, trainer: Trainer) -> None:
-        self.biases = biases_of(trainer.parts.model)
-
-
-def _go_back(world: DistEnv, folder: str) -> tuple[Any, Any, Any]:
-    """Return the biases of steps 2 and 3, and those after the bad step 4."""
-    flags = ["--guard.policy=rollback", "--checkpoint.enable_checkpoint"]
-    flags += ["--checkpoint.interval=2", "--training.steps=6", f"--job.dump_folder={folder}"]
-    kept = Kept()
-    run = load_config("debug_model.toml", world.size, [*FLAGS, *flags])
-    trainer = Trainer(build(run, world, callbacks=[kept]))
-    model = trainer.parts.model
-    take = trainer.parts.train_step
-    steps: list[dict[str, Tensor]] = []
-    bad = [4]
-
-    def watched(*args: Any, **more: Any) -> Any:
-        result = take(*args, **more)
-        steps.append(biases_of(model))
-        return result
-
-    model.register_forward_hook(
-        lambda _, __, out: out * NAN if bad and trainer.step == 4 and bad.pop() else out
-    )
-    trainer.parts.train_step = _Watched(take, watched)  # type: ignore[assignment]
-    trainer.train()
-    return steps[1], steps[2], kept.biases
-
-
-@pytest.mark.slow
-def test_a_rollback_takes_the_biases_back(pool: Pools, tmp_path: Path) -> None:
-    second, third, after = pool(1).run(_go_back, str(tmp_path))[0]
-    assert_equal(after, second)
-    assert any(not torch.equal(third[name], second[name]) for name in third)
 
 
 @pytest.mark.slow

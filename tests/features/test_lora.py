@@ -68,21 +68,11 @@ WAYS: dict[str, tuple[int, int, list[str]]] = {
     "PP 2": (2, 2, [PP]),
     "DDP 2": (2, 1, ["--training.data_parallel_replicate_degree=2"]),
     "recomputed": (1, 1, ["--activation_checkpoint.mode=full"]),
-    "recomputed by operator": (
-        1,
-        1,
-        [
-            "--activation_checkpoint.mode=selective",
-            "--activation_checkpoint.selective_ac_option=op",
-        ],
-    ),
+    "recomputed by operator": (1, 1, BY_OP),
     "loss in chunks": (2, 1, ["--training.loss_chunks=3"]),
-    "micro-batches": (2, 1, ["--training.batch_size=1"]),
+    "micro-batches": (2, 1, [ONE_EACH]),
     "compiled": (1, 1, COMPILED),
     "compiled, recomputed by operator": (1, 1, [*COMPILED, *BY_OP]),
-}
-#: On four ranks.
-MORE_WAYS: dict[str, tuple[int, int, list[str]]] = {
     "HSDP 2 x 2": (4, 1, ["--training.data_parallel_replicate_degree=2", ONE_EACH]),
     "PP 2, FSDP 2": (4, 1, [PP]),
 }
@@ -93,24 +83,10 @@ MORE_WAYS: dict[str, tuple[int, int, list[str]]] = {
 def test_gradients_are_those_of_peft(
     pool: Pools, tmp_path: Path, base: Path, adapters: Path, way: str
 ) -> None:
-    compare(pool, tmp_path, base, adapters, WAYS[way])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", MORE_WAYS)
-def test_gradients_are_those_of_peft_on_four_ranks(
-    pool: Pools, tmp_path: Path, base: Path, adapters: Path, way: str
-) -> None:
-    compare(pool, tmp_path, base, adapters, MORE_WAYS[way])
-
-
-def compare(
-    pool: Pools, folder: Path, base: Path, adapters: Path, way: tuple[int, int, list[str]]
-) -> None:
-    """Hold gradients, loss and what changes against PEFT's."""
-    ranks, copies, more = way
+    """Gradients, loss and what changes."""
+    ranks, copies, more = WAYS[way]
     flags = run_flags(base, f"--lora.adapter={adapters}", "--training.steps=2", *more)
-    found = pool(ranks).run(train_seen, str(folder), *flags)
+    found = pool(ranks).run(train_seen, str(tmp_path), *flags)
     if PP in more:
         # All data-parallel ranks have a copy in each stage; the first stage comes first.
         batches = global_batch(found[: ranks // 2], copies // 2 or 1)

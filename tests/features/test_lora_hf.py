@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.support.adapters import ALPHA, RANK, Seen, peft_folder, peft_model, weights_of
 from tests.support.compare import relative
@@ -21,7 +20,7 @@ from tests.support.whole_runs import outcome_of
 from titanlite.assembly.build import build
 from titanlite.assembly.datasets import read_datasets
 from titanlite.cli.hub.convert import convert, open_source
-from titanlite.cli.hub.tensors import Contents, our_logits
+from titanlite.cli.hub.tensors import our_logits
 from titanlite.config.load import load_file as load_config_file
 from titanlite.dist.dist_env import DistEnv
 from titanlite.resolve.load import resolve
@@ -113,9 +112,7 @@ def test_gradients_are_those_of_peft_and_the_base_stays(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_export_is_the_base_with_what_adapters_add(
-    pool: Pools, tmp_path: Path, kind: str
-) -> None:
+def test_peft_computes_what_a_run_has_trained(pool: Pools, tmp_path: Path, kind: str) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -123,20 +120,6 @@ def test_an_export_is_the_base_with_what_adapters_add(
     run = tmp_path / "run"
     flags = run_flags(base, *KINDS[kind], "--training.steps=3")
     assert not pool(2).run(train, str(run), flags)[0]["error"]
-    convert(run, tmp_path / "hf", "hf")
-    contents = Contents(run / "checkpoint" / "step-3")
-    merged = load_file(tmp_path / "hf" / "model.safetensors")
-    before = load_file(base / "model.safetensors")
-    assert merged.keys() == before.keys()
-    for name, weight in before.items():
-        expected = weight
-        linear = name.removesuffix(".weight")
-        if linear.endswith(TARGETS) and "self_attn" in name and name.endswith("weight"):
-            down = contents.read(f"model.{linear}.lora_a")
-            up = contents.read(f"model.{linear}.lora_b")
-            expected = weight + ALPHA / RANK * (up @ down)
-            assert not merged[name].equal(weight), name
-        assert merged[name].equal(expected), name
     convert(run, tmp_path / "peft", "peft")
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model = PeftModel.from_pretrained(plain, tmp_path / "peft")

@@ -203,30 +203,6 @@ def test_bytes_per_parameter(
     assert pool(2).run(bytes_per_parameter, run) == [pytest.approx(expected, rel=0.02)] * 2
 
 
-@pytest.fixture(scope="module")
-def same_batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """One batch 60 times: a loss that falls by memorizing."""
-    tokens, labels = batches(1, 8, 16, 192)
-    return tokens.expand(60, -1, -1), labels.expand(60, -1, -1)
-
-
-@pytest.mark.slow
-def test_pure_bfloat16_stagnates_without_kahan_and_follows_float32_with_it(
-    pool: Pools, same_batch: tuple[torch.Tensor, torch.Tensor]
-) -> None:
-    def falls(training: Training, settings: Optimizer) -> float:
-        run = Run(*same_batch, [4e-5] * 60, training=training, settings=settings)
-        losses = pool(1).run(train, run)[0].losses
-        return losses[0] - losses[-1]
-
-    exact = falls(full_precision(), Optimizer(weight_decay=0.0))
-    plain = falls(PURE_BF16, Optimizer(weight_decay=0.0))
-    kahan = falls(PURE_BF16, KAHAN)
-    assert exact > 0.1
-    assert plain < 0.5 * exact
-    assert kahan == pytest.approx(exact, rel=0.1)
-
-
 MESHES: list[dict[str, Any]] = [{"tensor": 2}, {"pipeline": 2}]
 MORE: list[dict[str, Any]] = [{}, {"replicas": 2}, {"tensor": 4}]
 

@@ -21,6 +21,8 @@ from tests.support.watch import GATHER, Operators, Watch, count_collectives
 from titanlite.config.sections import ActivationCheckpoint, Training
 from titanlite.parallel.activation_checkpoint import ATTENTION, MATMULS, OTHERS, apply_ac, kind_of
 
+SMALL = {"fsdp_units": ["Linear"]}  # groups within a block
+
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
@@ -34,22 +36,8 @@ from titanlite.parallel.activation_checkpoint import ATTENTION, MATMULS, OTHERS,
                 (EVERY_2, 1, 2, full_precision()),
                 (FULL, 2, 1, Training()),
                 # Hooks of groups smaller than a block lie inside of the recomputation.
-                (
-                    FULL,
-                    2,
-                    1,
-                    full_precision(
-                        fsdp_units="size", fsdp_min_params=3000, reshard_after_forward="always"
-                    ),
-                ),
-                (
-                    OP,
-                    2,
-                    1,
-                    full_precision(
-                        fsdp_units="size", fsdp_min_params=3000, reshard_after_forward="always"
-                    ),
-                ),
+                (FULL, 2, 1, full_precision(**SMALL, reshard_after_forward="always")),
+                (OP, 2, 1, full_precision(**SMALL, reshard_after_forward="always")),
             ]
         ),
     ],
@@ -162,9 +150,6 @@ def test_every_nth_block_is_the_nth_the_2nth_and_so_on_also_in_a_part_of_the_mod
             apply_ac(build(NONE), BLOCKS, ActivationCheckpoint(selective_ac_option=option), CPU)
             == expected
         )
-
-
-SMALL = {"fsdp_units": "size", "fsdp_min_params": 3000}  # groups within a block
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ from titanlite.features.float8.package import float8_linears
 from titanlite.models import get_spec
 from titanlite.models.linears import linears_of
 from titanlite.models.spec import Size
-from titanlite.parallel.own_linear import OwnLinear, weights_replaced
+from titanlite.parallel.feature_linear import FeatureLinear, weights_replaced
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.run.features import features_of
 
@@ -214,7 +214,7 @@ def test_the_per_op_policy_recognises_float8_products(float8: Float8) -> None:
     assert feature is not None
     model = SPEC.build_on_meta(TINY)
     feature.convert(cast(ModelBuilder, builder), model)
-    assert sum(isinstance(module, OwnLinear) for module in model.modules()) == LINEARS
+    assert sum(isinstance(module, FeatureLinear) for module in model.modules()) == LINEARS
     by_op = ActivationCheckpoint(selective_ac_option="op")
     stats = trace_block(
         model, SPEC.block_names(TINY), by_op, (4, 32), torch.device("cpu"), torch.bfloat16

@@ -54,17 +54,15 @@ def _bytes(seen: list[Sent], name: str, end: str) -> int:
     [
         ("block", 4, BLOCK + HEAD, "default"),  # embedding, blocks, norm with head
         ("root", 1, TOTAL, "never"),
-        ("size", 3, BLOCK + EMBEDDING + HEAD, "always"),  # blocks, root
+        (["Block"], 3, BLOCK + EMBEDDING + HEAD, "always"),  # blocks, root
         (CLASSES, 5, TOTAL - 2 * 12_288 - 36_864, "default"),  # the last feed-forward, root
     ],
-    ids=["block", "root", "size", "classes"],
+    ids=["block", "root", "class", "classes"],
 )
 def test_each_policy_gathers_as_its_reshard_setting_says(
     pool: Pools, fsdp_units: Any, groups: int, last_two: int, reshard: Any
 ) -> None:
-    training = full_precision(
-        fsdp_units=fsdp_units, fsdp_min_params=30_000, reshard_after_forward=reshard
-    )
+    training = full_precision(fsdp_units=fsdp_units, reshard_after_forward=reshard)
     seen = pool(2).run(_step, replace(RUN, training=training))[0]
     again = {"default": max(groups - 2, 0), "always": groups, "never": 0}[reshard]
     assert _counts(seen) == {GATHER: groups + again, REDUCE: groups}

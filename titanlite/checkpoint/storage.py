@@ -23,7 +23,7 @@ from titanlite.checkpoint.paths import AnyPath
 from titanlite.dist.dist_env import KEEPS_TIMEOUT, DistEnv, gather_objects, meet
 from titanlite.dist.local import local, plain
 from titanlite.optim.bad_steps import WeightsError, name_ranks
-from titanlite.parallel.own_linear import OwnLinear, weights_replaced
+from titanlite.parallel.feature_linear import FeatureLinear, weights_replaced
 
 Tensors = dict[str, torch.Tensor]
 T = TypeVar("T")
@@ -67,7 +67,7 @@ def adapter_names(model: nn.Module) -> set[str]:
     """
     found = set[str]()
     for name, module in model.named_modules():
-        if isinstance(module, OwnLinear):
+        if isinstance(module, FeatureLinear):
             found.update(f"{name}.{leaf}" for leaf in module.adapters)
     return found
 

@@ -28,7 +28,6 @@ _SWITCHES: dict[str, tuple[str, Any]] = {
     "checkpoint.local_copies": ("checkpoint.local_folder", bool),
     "checkpoint.initial_load_model_only": ("checkpoint.initial_load_path", bool),
     "training.enable_loss_parallel": ("training.tensor_parallel_degree", several),
-    "training.fsdp_min_params": ("training.fsdp_units", "size"),
     f"{_PIPELINE}_schedule": (f"{_PIPELINE}_degree", several),
     f"{_PIPELINE}_split_points": (f"{_PIPELINE}_degree", several),
     f"{_PIPELINE}_microbatches": (f"{_PIPELINE}_degree", several),

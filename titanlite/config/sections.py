@@ -110,14 +110,10 @@ class Training(Section, frozen=True):
     """Free a block's gathered weights after its forward. default: all but the last units; a number:
     keep them sharded over that many ranks, a divisor of data_parallel_shard_degree.
     """
-    fsdp_units: Literal["block", "root", "size"] | Annotated[list[str], Meta(min_length=1)] = (
-        "block"
-    )
-    """What is gathered together: a block, the whole model, or modules of fsdp_min_params. A list of
-    classes, as ["Attention", "FeedForward"]: each module of them.
+    fsdp_units: Literal["block", "root"] | Annotated[list[str], Meta(min_length=1)] = "block"
+    """What is gathered together: a block, or the whole model. A list of classes, as ["Attention",
+    "FeedForward"]: each module of them.
     """
-    fsdp_min_params: Count = 100_000_000
-    """Least parameters of a unit with fsdp_units = "size"."""
     prefetch: Natural = 0
     """Units whose gathering starts before the one that computes, forward and backward; each takes
     memory. 0: torch's own choice.

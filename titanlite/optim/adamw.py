@@ -121,11 +121,9 @@ def _levels(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Ten
 class AdamW8bit(AnyPrecisionAdamW):
     """AdamW whose moments are codes of 8 bits with one float32 scale for each block of a row.
 
-    After Dettmers et al., 2021, arXiv:2110.02861, in the number format of torchao's.
-    `torchao.optim.AdamW8bit` computes the same on whole matrices, to rounding. It quantizes blocks
-    of each rank's flat shard, so its moments fit no other number of ranks. And it cannot hold a
-    step back on the device. Here a block is a piece of one row. So moments have the sharding of the
-    weights, and checkpoints load on any mesh that cuts no block.
+    After Dettmers et al., 2021, arXiv:2110.02861, in torchao's number format, which quantizes
+    blocks of each rank's flat shard. Here a block is a piece of one row: moments have the sharding
+    of the weights, and checkpoints load on any mesh that cuts no block.
     """
 
     def __init__(self, parameters: Any, **options: Any) -> None:

@@ -62,7 +62,11 @@ def square_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> tor
     """
     by_copies: dict[int, list[nn.Parameter]] = {}
     for parameter in parameters:
-        by_copies.setdefault(_copies(parameter), []).append(parameter)
+        copies = 1
+        if isinstance(parameter, DTensor):
+            sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+            copies = math.prod(size for placement, size in sizes if placement.is_replicate())
+        by_copies.setdefault(copies, []).append(parameter)
     gradients = {copies: local_gradients(group) for copies, group in by_copies.items()}
     shares = []
     for copies, pieces in gradients.items():
@@ -76,14 +80,6 @@ def square_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> tor
         # would.
         total = torch.full_like(total, total.item(), device=device)
     return total
-
-
-def _copies(parameter: nn.Parameter) -> int:
-    """Return how many ranks hold the same part of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return 1
-    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-    return math.prod(size for placement, size in sizes if placement.is_replicate())
 
 
 def layer_of(name: str) -> str:

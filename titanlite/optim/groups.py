@@ -57,8 +57,6 @@ def parameter_groups(
 
 
 class _Kind(NamedTuple):
-    """What decides to which group a parameter belongs."""
-
     #: Of the first pattern that is found in its name; one further for a parameter without any.
     pattern: int
     without_decay: bool
@@ -85,7 +83,6 @@ def _kind_of(
 
 
 def _options(settings: Optimizer, kind: _Kind) -> dict[str, Any]:
-    """Return the options of a group that differ from the section's."""
     options: dict[str, Any] = {}
     if kind.pattern < len(settings.groups):
         group = settings.groups[kind.pattern]

@@ -180,7 +180,6 @@ class FiniteGuard:
             self._losses.fill([float(loss) for loss in state.get("losses", [])])
 
     def _copy(self) -> None:
-        """Start to copy the record to the host."""
         if self._record.device.type != "cuda":
             self._copies.append((self._record, None))
             return
@@ -191,7 +190,6 @@ class FiniteGuard:
         self._copies.append((copy, event))
 
     def _read(self, unread: int) -> None:
-        """Read all copies but the newest `unread`, and act on them."""
         while len(self._copies) > unread:
             record, event = self._copies.popleft()
             if event is not None:
@@ -206,27 +204,17 @@ class FiniteGuard:
                 why = spike_reason(mean, self.spike_sigmas, deviation)
             else:
                 name = "not finite"
-                ranks = _ranks_not_finite(share)
+                # Gradients are summed over ranks before their norm is known, so only a loss can
+                # show the rank.
+                shares = gather_objects(share)
+                ranks = [rank for rank, one in enumerate(shares) if not math.isfinite(one)]
                 why = not_finite_reason(ranks)
-            updated = self._updated_before(int(step))
+            # The last step before whose update was not skipped.
+            updated = int(step) - 1
+            while self.policy == "skip" and updated in self._spent:
+                updated -= 1
             bad = BadStepError(int(step), norm, loss, why, name, ranks, self.applied, updated)
             if self.policy != "skip":
                 raise bad
             self.consume_budget(bad)
             self._skipped.append(bad)
-
-    def _updated_before(self, step: int) -> int:
-        """Return the last step before `step` whose update was not skipped."""
-        updated = step - 1
-        while self.policy == "skip" and updated in self._spent:
-            updated -= 1
-        return updated
-
-
-def _ranks_not_finite(share: float) -> list[int]:
-    """Return the ranks whose part of the loss is not finite. All ranks call it together.
-
-    Gradients are summed over ranks before their norm is known, so only a loss can show the rank.
-    """
-    shares = gather_objects(share)
-    return [rank for rank, value in enumerate(shares) if not math.isfinite(value)]

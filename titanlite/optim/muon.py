@@ -70,7 +70,6 @@ class Muon(AnyPrecisionAdamW):
                 self._update_matrices(group, members[first : first + at_once])
 
     def _update_matrices(self, group: dict[str, Any], parameters: list[torch.nn.Parameter]) -> None:
-        """Update parameters of one shape and sharding."""
         directions = []
         for parameter in parameters:
             gradient = self.gradient_of(parameter)
@@ -137,7 +136,6 @@ def _orthogonal(directions: list[torch.Tensor], like: torch.nn.Parameter) -> lis
 
 
 def _one_further(placement: Placement) -> Placement:
-    """Return the placement of a stack of tensors, whose dimensions begin one further on."""
     if isinstance(placement, _StridedShard):
         return _StridedShard(placement.dim + 1, split_factor=placement.split_factor)
     return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement

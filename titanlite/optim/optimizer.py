@@ -18,9 +18,8 @@ class Adam(torch.optim.Adam):
     """torch's Adam, which steps on this rank's parts; its state keeps the sharding of the
     parameters.
 
-    All its operators are elementwise, so the numbers are the same. DTensor would take 2 s of the
-    first step to find out how each operator divides. It also dispatches every later one more
-    slowly.
+    All its operators are elementwise, so the numbers are the same. DTensor would dispatch each of
+    them more slowly.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
@@ -53,9 +52,9 @@ def build_optimizer(
     its arguments.
     """
     if is_dotted(settings.name):
-        from titanlite.optim.own import build_own
+        from titanlite.optim.custom import build_custom
 
-        optimizer = build_own(parameters, settings, device)
+        optimizer = build_custom(parameters, settings, device)
     else:
         groups = parameter_groups(parameters, settings, blocks, scales)
         optimizer = _built_in(groups, settings, device)
@@ -65,7 +64,6 @@ def build_optimizer(
 def _built_in(
     groups: list[dict[str, Any]], settings: Optimizer, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of a name that is no dotted path."""
     common: dict[str, Any] = {
         "lr": settings.lr,
         "betas": (settings.beta1, settings.beta2),
@@ -141,13 +139,10 @@ def gated_step(
     """Take one optimizer step at learning rate `lr` if the flag `ok` (0-dim bool) is set, else
     change nothing.
 
-    A parameter group with `lr_scale` steps at `lr * lr_scale`. Fused kernels of torch's select on
-    the device, so the host does not wait (`found_inf` is the protocol that gradient scalers use).
-    The other optimizers have no such selection. The host reads the flag, which costs nothing on a
-    CPU and one synchronization on a GPU.
-
-    ok and divisor are on the weights' device. divisor: of all gradients (0-dim float32), for an
-    optimizer that `divides_gradients`.
+    A parameter group with `lr_scale` steps at `lr * lr_scale`. torch's fused kernels select on the
+    device by `found_inf`, the protocol of gradient scalers; for other optimizers the host reads the
+    flag. divisor: of all gradients (0-dim float32), for an optimizer that `divides_gradients`. Both
+    are on the weights' device.
     """
     set_rates(optimizer, lr)
     if _selects(optimizer):

@@ -182,7 +182,6 @@ class LearningRate:
 
 
 def _latest(changes: tuple[tuple[int, float], ...], step: int, first: float) -> float:
-    """Return the value of the last change at `step` or before; `first` without one."""
     return next((value for begin, value in reversed(changes) if begin <= step), first)
 
 

@@ -18,9 +18,7 @@ class LossWindow:
 
     The limit is mean + sigmas * s, s the sample standard deviation but at least a thousandth of the
     mean. It applies when half the window is filled, and at least twenty losses (of a shorter window
-    all). With fewer a deviation means little. After OLMo-core's SkipStepOptimizer (128 losses, six
-    sigmas), which also judges gradient norms and falls. Here a loss over the limit does not enter
-    the window, where it would raise the limit for the next.
+    all). After OLMo-core's SkipStepOptimizer. A loss over the limit does not enter the window.
     """
 
     def __init__(self, size: int, sigmas: float, device: torch.device) -> None:

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from titanlite.parallel.own_linear import adapter_rank
+from titanlite.parallel.feature_linear import adapter_rank
 
 if TYPE_CHECKING:
     from titanlite.config.sections import ActivationCheckpoint
@@ -105,34 +105,22 @@ class OpPolicy:
         """Decide whether to keep the output of `op` for the backward."""
         kind = kind_of(op)
         save = kind in ("attention", "other")
-        if kind == "matmul" and not self._is_narrow(args):
-            self._matmuls[context.is_recompute] += 1
-            save = self._matmuls[context.is_recompute] % 2 == 1
+        if kind == "matmul":
+            matrices = [one for one in args if isinstance(one, torch.Tensor) and one.ndim == 2]
+            is_narrow = any(self._narrow in one.shape for one in matrices)
+            if not (self._narrow and is_narrow):
+                self._matmuls[context.is_recompute] += 1
+                save = self._matmuls[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def _is_narrow(self, args: tuple[Any, ...]) -> bool:
-        """Return whether a product [m, k] x [k, n] is one of an adapter."""
-        if not self._narrow:
-            return False
-        matrices = [one for one in args if isinstance(one, torch.Tensor) and one.ndim == 2]
-        return any(self._narrow == size for one in matrices for size in one.shape[-2:])
-
-
-def save_by_op(
-    narrow: int = 0,
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return contexts for `torch.utils.checkpoint` with a new `OpPolicy`, which counts from
-    zero.
-    """
-    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-    contexts = create_selective_checkpoint_contexts(OpPolicy(narrow))
-    return contexts
 
 
 @functools.cache
-def _contexts_by_op(narrow: int) -> Contexts:
-    """Return `save_by_op` for blocks with adapters of this width, one object for all of them."""
-    return functools.partial(save_by_op, narrow) if narrow else save_by_op
+def contexts_by_op(narrow: int = 0) -> Contexts:
+    """Return what makes contexts for `torch.utils.checkpoint`, one object for all blocks.
+
+    Each call has a new `OpPolicy`, which counts from zero. narrow: width of adapters.
+    """
+    return lambda: create_selective_checkpoint_contexts(OpPolicy(narrow))
 
 
 def apply_ac(
@@ -183,7 +171,7 @@ def checkpoint_block(block: nn.Module, by_op: bool) -> None:
     # What a block sends to other ranks is kept, whatever is recomputed.
     contexts: Contexts | None = getattr(exchange_of(block), "contexts", None)
     if by_op:
-        contexts = _contexts_by_op(adapter_rank(block))
+        contexts = contexts_by_op(adapter_rank(block))
     cls: Any = type(block)
     block.__class__ = _checkpointed(cls, contexts, draws)
 

@@ -80,7 +80,6 @@ def check_backend(backend: str, device_type: str | None = None) -> None:
 
 
 def _missing_tool(cuda: bool) -> str | None:
-    """Return what inductor lacks here, and how to get it."""
     if cuda and importlib.util.find_spec("triton") is None:
         return "the package triton, which builds it for GPUs, is not installed: install triton"
     variable = "CC" if cuda else "CXX"
@@ -106,10 +105,9 @@ def use_cache_folder(cache_dir: str | None) -> str:
 
     Call it before anything is compiled.
 
-    cache_dir: the folder. None: the one in the environment variable TORCHINDUCTOR_CACHE_DIR.
-    Without that variable it is `titanlite/inductor` in the user's cache folder ($XDG_CACHE_HOME or
-    ~/.cache). Unlike torch's own default below /tmp, that survives a restart of the machine. Where
-    the user's cache cannot be written, torch's default stays.
+    cache_dir: the folder. None: that of the environment variable TORCHINDUCTOR_CACHE_DIR, else
+    `titanlite/inductor` in the user's cache folder ($XDG_CACHE_HOME or ~/.cache), which survives a
+    restart of the machine. Where that cannot be written, torch's default below /tmp stays.
     Raises ParallelismError when a named folder cannot be written to.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -155,15 +153,12 @@ def apply_compile(
 ) -> None:
     """Compile each module in place, as one graph, when it first runs.
 
-    modules: by name in the model. Modules of one class, with the same shapes and settings, share
-    one compilation. Under tensor parallelism see `ModelBuilder.compiled_names`: some whole blocks
-    get wrong gradients without an error.
-
-    options: settings of inductor for these modules alone.
+    modules: by name in the model. Those of one class, with the same shapes and settings, share one
+    compilation. Under tensor parallelism some whole blocks get wrong gradients without an error:
+    see `ModelBuilder.compiled_names`. options: settings of inductor for these modules alone.
 
     Call it after activation checkpointing, which becomes a part of the graph, and before
-    `fully_shard`, whose collectives do not. A module that is no single graph raises CompileError
-    with its name when it first runs.
+    `fully_shard`, whose collectives do not. A module that is no single graph raises CompileError.
     """
     for name, module in modules.items():
         # Shapes are constants of a run. With symbolic shapes one new shape would make slower code
@@ -185,7 +180,6 @@ def compile_loss(loss: LossFunction, backend: Backend = "inductor") -> LossFunct
 
 
 def _with_name(name: str, compiled: Any) -> Any:
-    """Return `compiled` with errors of compilation that name the module or function."""
     exc = torch._dynamo.exc
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -36,41 +36,40 @@ def apply_fsdp(  # noqa: PLR0913
     average: bool = False,
     placement: Callable[[nn.Parameter], Any] | None = None,
 ) -> None:
-    """Apply `fully_shard` to each group (names of modules gathered together), then to the root, in
-    place.
+    """Apply `fully_shard` to each group of modules, then to the root, in place.
 
-    groups: in the order they last run (`titanlite.parallel.wrapping`). A parameter belongs to one
-    group only, so tied modules must share one. Modules in no group belong to the root.
-    mesh: from `DistEnv.build_mesh`. DistEnv size 1 is sharded too, so mixed precision is the same
-    everywhere. reshard_after_forward: free gathered weights after forward. None: all but the last
-    two groups. A number: keep them sharded over that many ranks.
+    groups: names, in the order they last run (`titanlite.parallel.wrapping`). A parameter belongs
+    to one group only, so tied modules must share one. Modules in no group belong to the root.
+    mesh: from `DistEnv.build_mesh`. One rank is sharded too, for the same mixed precision.
+    reshard_after_forward: free gathered weights after forward. None: all but the last two groups. A
+    number: keep them sharded over that many ranks.
     prefetch: groups whose all-gathers start before the one that computes; 0: torch's own choice.
-    cpu_offload: keep parameters, gradients and optimizer state in host memory; without effect on a
-    CPU.
-    average: reduce gradients to their mean over the ranks of `fsdp_mesh`, as DDP does. By default
-    they are summed, which `train_step` needs: its loss is already divided by the number of valid
-    tokens on all ranks. If each rank averages the loss over its own tokens, the sum is too large by
-    the number of ranks.
-    placement: a `shard_placement_fn`, for parameters that other ranks have divided before. Their
-    gradients are sums over ranks that `average` does not know, so the two exclude each other.
+    cpu_offload: keep parameters, gradients and optimizer state in host memory.
+    average: reduce gradients to their mean over ranks, as DDP does. By default they are summed: the
+    loss of `TrainStep` is already divided by the valid tokens of all ranks.
+    placement: a `shard_placement_fn`, for parameters that other ranks have divided before; it
+    excludes `average`.
     """
     if average and placement is not None:
-        raise ParallelismError(
-            "gradients of parameters with a placement are summed, and average = True asks for a "
-            "mean"
-        )
+        message = "gradients of parameters with a placement are summed, and average asks for a mean"
+        raise ParallelismError(message)
     dp_mesh = fsdp_mesh(mesh)
     policy = _precision(param_dtype, reduce_dtype)
     offloading = offloads(cpu_offload, mesh.device_type)
     place = placement or _stack_placement(dp_mesh)
     modules = _modules_of(model, groups)
     for index, group in enumerate(modules):
+        # The backward needs the last block and the head first. To free them only to gather them
+        # again at once would cost two all-gathers and save nothing at the memory peak.
+        reshard = reshard_after_forward
+        if reshard is None:
+            reshard = index < len(modules) - 2
         fully_shard(
             group if len(group) > 1 else group[0],
             mesh=dp_mesh,
             mp_policy=policy,
             offload_policy=CPUOffloadPolicy() if offloading else OffloadPolicy(),
-            reshard_after_forward=_reshards(reshard_after_forward, len(modules) - index),
+            reshard_after_forward=reshard,
             shard_placement_fn=place,
         )
     if not isinstance(model, FSDPModule):
@@ -93,15 +92,6 @@ def _precision(param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> MixedPrec
         # input would round the fp32 RoPE tables that blocks receive.
         cast_forward_inputs=False,
     )
-
-
-def _reshards(given: bool | int | None, left: int) -> bool | int:
-    """Return whether a group frees its gathered weights. left: groups from this one to the last.
-
-    The backward needs the last block and the head first. To free them only to gather them again at
-    once would cost two all-gathers and save nothing at the memory peak.
-    """
-    return left > 2 if given is None else given
 
 
 def _modules_of(model: nn.Module, groups: Sequence[Sequence[str]]) -> list[list[nn.Module]]:

@@ -30,14 +30,10 @@ PIECE = 32 * 1024
 
 
 def seed_generators(seed: int, mesh: DeviceMesh) -> None:
-    """Seed torch's own generators on this rank, for random numbers while a model trains (dropout,
-    for example).
+    """Seed torch's own generators on this rank, for dropout and the like.
 
-    Ranks that share each product (`tp`) hold parts of the same activations and draw the same
-    numbers, as DTensor's random operators require. All other ranks have other tokens or other
-    layers, and draw other numbers.
-
-    mesh: from `DistEnv.build_mesh`.
+    Ranks that share each product (`tp`) draw the same numbers, as DTensor's random operators
+    require; all others draw other numbers. mesh: from `DistEnv.build_mesh`.
     """
     place = 0
     for name in mesh.mesh_dim_names or ():
@@ -46,15 +42,9 @@ def seed_generators(seed: int, mesh: DeviceMesh) -> None:
     torch.manual_seed(seed + place)
 
 
-def _block_seed(seed: int, name: str, block: int) -> int:
-    digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1  # torch takes signed 64 bits
-
-
 def _draw(
     shape: torch.Size | tuple[int, ...], init: Init, generator: torch.Generator
 ) -> torch.Tensor:
-    """Draw one block [rows, ...] in float32."""
     block = torch.empty(shape, dtype=torch.float32, device=generator.device)
     cut = init.kind == "trunc_normal"
     cuda = block.device.type == "cuda"
@@ -108,7 +98,8 @@ def fill(  # noqa: PLR0913
     for block in range(first // ROWS, math.ceil(last / ROWS)):
         top = block * ROWS
         rows = min(ROWS, shape[0] - top)
-        generator.manual_seed(_block_seed(seed, name, block))
+        digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
+        generator.manual_seed(int.from_bytes(digest, "big") >> 1)  # torch takes signed 64 bits
         values = _draw((rows, *shape[1:]), init, generator)
         low = max(first, top)
         high = min(last, top + rows)
@@ -180,9 +171,8 @@ def materialize(
 
     parameters_on: where parameters live, if not on `device`.
 
-    `to_empty` leaves garbage in tensors that are not written afterwards. So this first sets all of
-    them to NaN, and integers to a number that no model has. It raises RuntimeError for a parameter
-    or buffer that still has such a value after `initialize`.
+    All are NaN first, integers a number that no model has. Raises RuntimeError for a parameter or
+    buffer that `initialize` leaves so.
     """
     model.to_empty(device=parameters_on or device)
     for tensor in [*model.parameters(), *model.buffers()]:

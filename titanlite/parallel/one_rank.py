@@ -35,19 +35,13 @@ def avoid_copies(model: nn.Module) -> None:
         # A sum over one rank. A division by 1.0 would copy every gradient once more.
         group.gradient_divide_factor = None
         for parameter in group.fsdp_params:
-            if _is_plain(parameter):
+            # torch's usual copy gathers neither a parameter in host memory (`CPUOffloadPolicy`) nor
+            # one that defines an all-gather (float8).
+            has_own_gather = hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
+            if not (has_own_gather or parameter.offload_to_cpu):
                 parameter.__class__ = _WholeParam
     if len(alone) == len(groups):
         _reduce_where_it_computes(model)
-
-
-def _is_plain(parameter: FSDPParam) -> bool:
-    """Return whether torch's usual copy gathers a parameter.
-
-    It is then not in host memory (`CPUOffloadPolicy`), and defines no all-gather (float8).
-    """
-    has_own_gather = hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
-    return not (has_own_gather or parameter.offload_to_cpu)
 
 
 def casts_together(device: torch.device) -> bool:

@@ -56,7 +56,13 @@ class ModelBuilder:
         No rank ever holds a full copy. Of a pipeline it is this rank's stages (`PipelineModel`).
         """
         model = self.build_on_meta()
-        rule = self._init_rule()
+
+        def of_model(name: str) -> Init:
+            return self.spec.init_rule(name, self.args)
+
+        rule: Callable[[str], Init] = of_model
+        for feature in self.run.features.on:
+            rule = feature.init_rule(rule, self.spec, self.args)
 
         def initialize(part: nn.Module) -> None:
             init_weights(part, rule, seed, self.device)
@@ -70,20 +76,15 @@ class ModelBuilder:
             materialize(part, self.device, initialize, memory)
         return model
 
-    def _init_rule(self) -> Callable[[str], Init]:
-        """Return full parameter name → how to draw it."""
-
-        def of_model(name: str) -> Init:
-            return self.spec.init_rule(name, self.args)
-
-        rule: Callable[[str], Init] = of_model
-        for feature in self.run.features.on:
-            rule = feature.init_rule(rule, self.spec, self.args)
-        return rule
-
     def build_on_meta(self) -> nn.Module:
         """Build the model as `build` does, sharded, but on the meta device: it has no memory."""
-        groups = self._groups()
+        # Groups of the whole model, so that they do not depend on where it is cut.
+        groups: Sequence[FSDPGroup] = self.spec.fsdp_groups(self.args)
+        policy = self.run.training.fsdp_units
+        if policy != "block":
+            from titanlite.parallel.wrapping import choose_groups
+
+            groups = choose_groups(self.whole(), policy, groups)
 
         def divide(part: nn.Module) -> nn.Module:
             return self.parallelize(part, groups)
@@ -93,16 +94,6 @@ class ModelBuilder:
     def whole(self) -> nn.Module:
         """Build the whole model on the meta device, as its family makes it."""
         return self.spec.build_on_meta(self.args)
-
-    def _groups(self) -> Sequence[FSDPGroup]:
-        """Return the FSDP groups of the whole model: they do not depend on where it is cut."""
-        blocks = self.spec.fsdp_groups(self.args)
-        policy = self.run.training.fsdp_units
-        if policy == "block":
-            return blocks
-        from titanlite.parallel.wrapping import choose_groups
-
-        return choose_groups(self.whole(), policy, self.run.training.fsdp_min_params, blocks)
 
     def parallelize(self, model: nn.Module, groups: Sequence[FSDPGroup]) -> nn.Module:
         """Divide and wrap a model or pipeline stage on the meta device, in place."""
@@ -188,7 +179,14 @@ class ModelBuilder:
     def loss(self) -> LossFunction:
         """Return the loss function for the logits of the model, compiled if asked."""
         self._separate_cache()
-        loss = self._plain_loss()
+        training = self.run.training
+        loss: LossFunction = cross_entropy_sum
+        if self.own_loss is not None:
+            loss = of_tokens(self.own_loss)
+        elif training.z_loss or training.label_smoothing:
+            from titanlite.regularized_loss import regularized
+
+            loss = regularized(training.z_loss, training.label_smoothing)
         if self.compiles("loss"):
             from titanlite.parallel.compile import compile_loss
 
@@ -198,16 +196,6 @@ class ModelBuilder:
 
             loss = tensor_loss(loss)
         return loss
-
-    def _plain_loss(self) -> LossFunction:
-        if self.own_loss is not None:
-            return of_tokens(self.own_loss)
-        z_loss, smoothing = self.run.training.z_loss, self.run.training.label_smoothing
-        if not z_loss and not smoothing:
-            return cross_entropy_sum
-        from titanlite.regularized_loss import regularized
-
-        return regularized(z_loss, smoothing)
 
     # What was applied
 

@@ -14,7 +14,7 @@ many bytes as one all-reduce.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from torch.distributed.tensor.placement_types import Placement
 from titanlite.dist import ParallelismError
 from titanlite.loss import LossFunction
 from titanlite.parallel.divided_loss import divided_cross_entropy
-from titanlite.parallel.own_linear import OwnLinear
+from titanlite.parallel.feature_linear import FeatureLinear
 from titanlite.regularized_loss import objective_of
 
 #: Dimension of the sequence in activations [batch, seq, …].
@@ -109,14 +109,13 @@ def _styles(
             continue
         module = modules[name]
         style = None
-        if isinstance(module, OwnLinear):
+        if isinstance(module, FeatureLinear):
             style = module.tensor_style(kind, logits if kind == "head" else _SEQUENCE, mesh)
         styles[name] = style or style_of(kind, logits, last=name == last)
     return styles
 
 
 def _hook(modules: Mapping[str, nn.Module], kinds: dict[str, str], mesh: DeviceMesh) -> None:
-    """Add what torch's styles do not have: inputs that several linears share, plain outputs."""
     last = next(reversed(kinds), "")
     colwise = [name for name, kind in kinds.items() if kind == "colwise"]
     for name, kind in kinds.items():
@@ -180,12 +179,6 @@ def style_of(kind: str, logits: Placement = _SEQUENCE, last: bool = False) -> Pa
 _Cast = Callable[[Tensor, nn.Module], Tensor]
 
 
-def _common_cast(takers: Iterable[nn.Module], mesh: DeviceMesh) -> _Cast | None:
-    """Return the cast before the all-gather of an input that all these modules have in common."""
-    casts = {taker.input_cast(mesh) if isinstance(taker, OwnLinear) else None for taker in takers}
-    return casts.pop() if len(casts) == 1 else None
-
-
 def _gather_input(
     modules: Mapping[str, nn.Module], name: str, takers: Sequence[str], mesh: DeviceMesh
 ) -> None:
@@ -193,7 +186,12 @@ def _gather_input(
 
     takers: names of the linears inside that take it.
     """
-    cast = _common_cast([modules[taker] for taker in takers], mesh)
+    # The cast before the all-gather that all takers have in common.
+    casts = set[_Cast | None]()
+    for taker in takers:
+        found = modules[taker]
+        casts.add(found.input_cast(mesh) if isinstance(found, FeatureLinear) else None)
+    cast = casts.pop() if len(casts) == 1 else None
     linear = "" if cast is None else takers[0].removeprefix(f"{name}.")
     module = modules[name]
     cls: Any = type(module)
@@ -235,7 +233,6 @@ def _share_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _plain_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A hook before a module: gives it this rank's tokens."""
     x, *others = args
     return (x.to_local(), *others)
 

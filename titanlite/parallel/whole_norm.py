@@ -78,6 +78,5 @@ class _DividedRmsNorm(torch.autograd.Function):
 
 
 def _mean_over(means: Tensor, ranks: int, group: str) -> Tensor:
-    """Return the mean of the ranks' means."""
     total = collectives.all_reduce(means, "sum", group)  # type: ignore[arg-type]
     return collectives.wait_tensor(total) / ranks

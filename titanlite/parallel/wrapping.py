@@ -19,22 +19,17 @@ from titanlite.dist import ParallelismError
 
 FSDPGroup = tuple[str, ...]
 
-#: They use the weights of inner modules without calling those, so hooks on these would never run.
-_INDIVISIBLE = (nn.MultiheadAttention,)
-
 
 def choose_groups(
-    model: nn.Module, policy: str | Sequence[str], min_params: int, blocks: Sequence[FSDPGroup]
+    model: nn.Module, policy: str | Sequence[str], blocks: Sequence[FSDPGroup]
 ) -> list[FSDPGroup]:
     """Return the FSDP groups of a policy. Call it before modules are wrapped: it goes by classes.
 
     policy: "block" (`blocks`, the groups that the model itself proposes), "root" (the whole model),
-    "size" (at least `min_params` parameters each), or names of classes. Raises ParallelismError.
+    or names of classes. Raises ParallelismError.
     """
     if not isinstance(policy, str):
         return groups_by_class(model, policy)
-    if policy == "size":
-        return groups_by_size(model, min_params)
     return list(blocks) if policy == "block" else []
 
 
@@ -64,75 +59,10 @@ def groups_by_class(model: nn.Module, names: Iterable[str]) -> list[FSDPGroup]:
     return _in_order(model, [(path,) for path, name in found.items() if name in wanted])
 
 
-def groups_by_size(model: nn.Module, min_params: int) -> list[FSDPGroup]:
-    """Make groups of at least `min_params` parameters each.
-
-    A module is divided where two modules inside it hold that many each. Neighbours that hold fewer
-    join until they do. A remainder joins the neighbours before it. Parameters of divided modules,
-    and modules that share a parameter with others, belong to the root. Raises ParallelismError if
-    that makes no group.
-    """
-    groups: list[FSDPGroup] = []
-    run: list[str] = []
-    size, counted = 0, set[nn.Parameter]()
-    for path, module in _pieces("", model, min_params):
-        new = set(module.parameters()) - counted
-        counted |= new
-        more = sum(parameter.numel() for parameter in new)
-        if more >= min_params:
-            groups.append((path,))
-            run, size = [], 0
-        elif more:
-            run, size = [*run, path], size + more
-            if size >= min_params:
-                groups.append(tuple(run))
-                run, size = [], 0
-    if groups and len(groups[-1]) > 1:
-        groups[-1] += tuple(run)
-    if not groups:
-        name, total = type(model).__name__, _count(model)
-        raise ParallelismError(
-            f"no FSDP group has {min_params:,} parameters or more: {name} has {total:,} in all"
-        )
-    return _in_order(model, groups)
-
-
-def _pieces(path: str, module: nn.Module, min_params: int) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules that are gathered as a whole, in order, with their paths."""
-    children = [] if isinstance(module, _INDIVISIBLE) else list(_called_children(path, module))
-    large = {name for name, child in children if _count(child) >= min_params}
-    if path and len(large) < 2:
-        yield path, module
-        return
-    for name, child in children:
-        if name in large:
-            yield from _pieces(name, child, min_params)
-        else:
-            yield name, child
-
-
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _called_children(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules inside, those of lists and dictionaries too, instead of the list or
-    dictionary.
-    """
-    for name, child in module.named_children():
-        if _is_called(child):
-            yield _join(path, name), child
-        else:
-            yield from _called_children(_join(path, name), child)
-
-
-def _is_called(module: nn.Module) -> bool:
-    """Return False for a list or dictionary of modules, on which hooks would never run."""
-    return type(module).forward is not nn.Module.forward
-
-
 def _can_be_group(path: str, module: nn.Module) -> bool:
-    return path != "" and _is_called(module) and next(module.parameters(), None) is not None
+    # Hooks on a list or dictionary of modules would never run.
+    is_called = type(module).forward is not nn.Module.forward
+    return path != "" and is_called and next(module.parameters(), None) is not None
 
 
 def _post_order(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -146,14 +76,10 @@ def _post_order(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             return
         seen.add(module)
         for name, child in module.named_children():
-            yield from walk(_join(path, name), child)
+            yield from walk(f"{path}.{name}" if path else name, child)
         yield path, module
 
     return walk("", model)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _in_order(model: nn.Module, groups: Sequence[FSDPGroup]) -> list[FSDPGroup]:

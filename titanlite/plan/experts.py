@@ -56,7 +56,6 @@ class ExpertMemory(FeedForwardMemory):
         ]
 
     def _routed(self, s: Shape, x: str) -> list[Op]:
-        """Return the operators of router and chosen experts."""
         a = self.args
         numbers = s.tokens * a.dim
         rows = s.tokens * a.top_k
@@ -117,31 +116,52 @@ class ExpertMemory(FeedForwardMemory):
         return ops
 
     def products(self, s: Shape, x: str) -> list[Op]:
-        """Return the operators of `grouped.Experts.products`: "e" of its rows, "x"."""
+        """Return the operators of the experts' products: "e" of its rows, "x"."""
         a = self.args
         rows = s.tokens * a.top_k
-        inner = rows * a.expert_width * s.size
+        numbers = rows * a.expert_width
+        inner = numbers * s.size
         outer = rows * a.dim * s.size
         weight = s.gradient(self.held * a.dim * a.expert_width * s.size)
+        if a.expert_biases:
+            # Of a clamped SwiGLU. Numbers in float32: in the backward five and two masks, of which
+            # two are the gradient itself if that is in float32.
+            forward = 12 * numbers
+            backward = 22 * numbers if s.size == 2 else 14 * numbers
+            held = (x, "pairs")
+            return [
+                Op("pairs", 2 * inner, (x,), saves=(x,), weight=2 * weight, kind="matmul"),
+                Op("m", inner, ("pairs",), ("pairs",), 8 * rows, forward, backward),
+                Op("d", outer, ("m",), saves=("m",), weight=weight, kind="matmul", holds=held),
+                Op("e", outer, ("d",), passes=True, forward=outer, holds=(*held, "m")),
+            ]
+        kept = s.input_of(x)
+        last = Op("e", outer, ("m",), s.input_of("m"), weight=weight, kind="matmul", holds=(x,))
+        if a.joined_experts:
+            return [
+                Op("pairs", 2 * inner, (x,), kept, weight=2 * weight, kind="matmul"),
+                # Its backward makes both gradients, and then puts them together.
+                Op("m", inner, ("pairs",), saves=("pairs",), backward=2 * inner),
+                last,
+            ]
         return [
-            Op("g", inner, reads=(x,), saves=s.input_of(x), weight=weight, kind="matmul"),
-            Op("u", inner, reads=(x,), saves=s.input_of(x), weight=weight, kind="matmul"),
-            Op("m", inner, reads=("g", "u"), saves=("g", "u")),
-            Op("e", outer, ("m",), s.input_of("m"), weight=weight, kind="matmul", holds=(x,)),
+            Op("g", inner, (x,), kept, weight=weight, kind="matmul"),
+            Op("u", inner, (x,), kept, weight=weight, kind="matmul"),
+            Op("m", inner, ("g", "u"), saves=("g", "u")),
+            last,
         ]
 
-    def matrices(self) -> list[tuple[int, int]]:
-        """Return rows and columns of each stack's matrices."""
-        dim = self.args.dim
-        width = self.args.expert_width
-        return [(width, dim), (dim, width), (width, dim)]
-
     def weights(self, mesh: MeshSizes) -> Iterator[Weight]:
-        """Yield the matrix of the router, and those of a rank's experts, each stacked."""
+        """Yield the matrix of the router, those of a rank's experts, each stacked, and biases."""
         router = (self.args.n_experts, self.args.dim)
         yield Weight(*router, mesh.weight_shards, matrix=router)
         over = mesh.expert_shards
-        for rows, columns in self.matrices():
+        dim = self.args.dim
+        width = self.args.expert_width
+        matrices = [(width, dim), (dim, width), (width, dim)]
+        if self.args.joined_experts or self.args.expert_biases:
+            matrices = [(dim, 2 * width), (width, dim)]
+        for rows, columns in matrices:
             # In expert parallelism, or where ranks cannot share whole experts, each matrix is
             # divided.
             can_divide = rows % over == 0 or columns % over == 0
@@ -155,75 +175,9 @@ class ExpertMemory(FeedForwardMemory):
             matrix = (rows, columns)
             copied = divides and over > 1
             yield Weight(*stack, over, matrix=matrix, copied=copied, neighbours=self.ranks)
-
-
-class JoinedExpertMemory(ExpertMemory):
-    """Experts whose gate and up are one matrix (`titanlite.models.llama4_layers`)."""
-
-    def products(self, s: Shape, x: str) -> list[Op]:
-        a = self.args
-        rows = s.tokens * a.top_k
-        inner = rows * a.expert_width * s.size
-        outer = rows * a.dim * s.size
-        weight = s.gradient(self.held * a.dim * a.expert_width * s.size)
-        pairs = "pairs"
-        return [
-            Op(pairs, 2 * inner, (x,), s.input_of(x), weight=2 * weight, kind="matmul"),
-            # Its backward makes both gradients, and then puts them together.
-            Op("m", inner, reads=(pairs,), saves=(pairs,), backward=2 * inner),
-            Op("e", outer, ("m",), s.input_of("m"), weight=weight, kind="matmul", holds=(x,)),
-        ]
-
-    def matrices(self) -> list[tuple[int, int]]:
-        dim = self.args.dim
-        width = self.args.expert_width
-        return [(dim, 2 * width), (width, dim)]
-
-
-class BiasedExpertMemory(JoinedExpertMemory):
-    """Experts with biases and a clamped SwiGLU, whose gate and up are one matrix
-    (`titanlite.models.gpt_oss_layers`).
-    """
-
-    def products(self, s: Shape, x: str) -> list[Op]:
-        a = self.args
-        rows = s.tokens * a.top_k
-        numbers = rows * a.expert_width
-        inner = numbers * s.size
-        outer = rows * a.dim * s.size
-        weight = s.gradient(self.held * a.dim * a.expert_width * s.size)
-        # Numbers in float32: in the backward five and two masks, of which two are the gradient
-        # itself if that is in float32.
-        forward = 12 * numbers
-        backward = 22 * numbers if s.size == 2 else 14 * numbers
-        return [
-            Op("pairs", 2 * inner, reads=(x,), saves=(x,), weight=2 * weight, kind="matmul"),
-            Op(
-                "m",
-                inner,
-                reads=("pairs",),
-                saves=("pairs",),
-                keeps=8 * rows,
-                forward=forward,
-                backward=backward,
-            ),
-            Op(
-                "d",
-                outer,
-                reads=("m",),
-                saves=("m",),
-                weight=weight,
-                kind="matmul",
-                holds=(x, "pairs"),
-            ),
-            Op("e", outer, reads=("d",), passes=True, forward=outer, holds=(x, "pairs", "m")),
-        ]
-
-    def weights(self, mesh: MeshSizes) -> Iterator[Weight]:
-        """Add the biases."""
-        yield from super().weights(mesh)
-        over = mesh.expert_shards
-        for length in (2 * self.args.expert_width, self.args.dim):
+        if not self.args.expert_biases:
+            return
+        for length in (2 * width, dim):
             if self.ranks == 1:
                 yield Weight(self.held, length, over)
             else:
@@ -239,8 +193,4 @@ def feed_forward_of(args: LlamaArgs, ranks: int) -> FeedForwardMemory:
     """
     if not isinstance(args, ExpertArgs) or not args.n_experts:
         return FeedForwardMemory()
-    if args.expert_biases:
-        return BiasedExpertMemory(args, ranks)
-    if args.joined_experts:
-        return JoinedExpertMemory(args, ranks)
     return ExpertMemory(args, ranks)

@@ -11,49 +11,10 @@ them.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
 
 from titanlite.plan.events import Alloc, Event, Free, Run
 from titanlite.plan.rank_sizes import RankSizes
 from titanlite.plan.weights import Group, Weight
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """The gradients that one collective reduces."""
-
-    weights: tuple[Weight, ...]
-    #: Bytes of a number in whole gradients, and while it is reduced.
-    each: int
-    reduced: int
-    #: Whether the sum over other replicas, and no other, is made.
-    only_replicas: bool
-    #: No other rank has a part: the buffer becomes the gradient (`titanlite.parallel.one_rank`).
-    alone: bool
-
-    @property
-    def whole(self) -> int:
-        """The bytes of the buffer."""
-        return sum(weight.padded for weight in self.weights) * self.reduced
-
-    @property
-    def part(self) -> int:
-        """The bytes of this rank's part, beside the buffer."""
-        if self.alone:
-            return 0
-        return sum(weight.part for weight in self.weights) * self.reduced
-
-    def peaks(self, made: int) -> Iterator[int]:
-        """Yield the bytes of each step. made: of the whole gradients."""
-        # Weights divided along another dimension are put in order one by one. A variable holds the
-        # last one's gradient beside the copy of it.
-        copied = [weight.numbers * self.each for weight in self.weights if weight.copied]
-        last = copied[-1] if copied else 0
-        if copied:
-            yield made + max(copied)
-        yield made + last + self.whole
-        scaled = self.whole if self.only_replicas else 0
-        yield self.whole + self.part + scaled
 
 
 class GroupEvents:
@@ -205,11 +166,9 @@ class GroupEvents:
             is_last = weights is group.trained.by_mesh[0]
             numbers = sum(weight.numbers for weight in weights)
             others = 0 if is_last else max(waiting - numbers * each, 0)
-            replicas = self.sizes.shards == 1 and self.run.mesh.dp_replicate > 1
-            alone = self._is_alone(weights)
             gathered = self._whole(group.by_mesh[0]) if freed and not is_last else 0
-            reduction = Reduction(weights, each, self.sizes.reduced, replicas, alone)
-            for size in reduction.peaks(waiting - others):
+            kept, steps = self._reduction(weights, each, waiting - others)
+            for size in steps:
                 sizes = {
                     "working memory": given,
                     "gathered weights": gathered,
@@ -217,7 +176,7 @@ class GroupEvents:
                 }
                 yield Run("backward", group.modules[0], sizes)
             waiting = others
-            done += reduction.whole + reduction.part
+            done += kept
         if self.sizes.offloads or self.run.optimizer.early_step_in_backward:
             return
         if group not in self._has_gradient:
@@ -226,6 +185,29 @@ class GroupEvents:
         elif self.run.mesh.dp_replicate > 1:
             self._replicated.append(group)
             yield Alloc("communication", ("replicated", group), part)
+
+    def _reduction(self, weights: Sequence[Weight], each: int, made: int) -> tuple[int, list[int]]:
+        """Return the bytes that a reduction leaves, its buffer and this rank's part, and those of
+        each of its steps.
+
+        each: bytes of a number in the whole gradients. made: of all of them.
+        """
+        buffer = sum(weight.padded for weight in weights) * self.sizes.reduced
+        left = buffer
+        # Where no other rank has a part, the buffer becomes the gradient
+        # (`titanlite.parallel.one_rank`).
+        if not self._is_alone(weights):
+            left += sum(weight.part for weight in weights) * self.sizes.reduced
+        # Weights divided along another dimension are put in order one by one. A variable holds the
+        # last one's gradient beside the copy of it.
+        copied = [weight.numbers * each for weight in weights if weight.copied]
+        steps = [made + max(copied)] if copied else []
+        only_replicas = self.sizes.shards == 1 and self.run.mesh.dp_replicate > 1
+        return left, [
+            *steps,
+            made + sum(copied[-1:]) + buffer,
+            left + buffer * only_replicas,
+        ]
 
     def reduction_buffer(self, group: Group) -> int:
         """Return the bytes of the buffers of a reduction that live on beside the gradients."""

@@ -235,20 +235,28 @@ def cluster_of(
     ranks.
     """
     instance = _instance_name(run, gpu, instance)
-    machine = find_instance(instance) if instance else None
-    if machine:
+    own = run.launch.gpus_per_node
+    if instance:
+        machine = find_instance(instance)
         kind = GPUS[machine.gpu_key]
-        own: int | None = machine.gpus
+        own = machine.gpus
+        alike = [machine]
     else:
         kind = find_gpu(gpu or "")
-        own = run.launch.gpus_per_node
+        alike = [one for one in INSTANCES.values() if one.gpu_key == kind.key and one.gpus == 8]
     size = gpus_per_node or own or DEFAULT_GPUS_PER_NODE
-    network = _network_of_gpu(kind, machine) * size
-    total = gpus or (nodes or 0) * size or run.mesh.world_size
+    shares = [one.network / 8 * 1e9 / one.gpus for one in alike]
+    network = min(shares, default=DEFAULT_NETWORK) * size
+    ranks = run.mesh.world_size
+    total = gpus or (nodes or 0) * size or ranks
     if total < size and nodes in (None, 1):
         # A part of one machine.
         size = total
-    _check_count(total, size, nodes, run.mesh.world_size)
+    if total % size or nodes not in (None, total // size):
+        machines = "whole machines" if nodes is None else counted(nodes, "machines")
+        raise _error("gpus", f"{total} GPUs are not {machines} of {size}")
+    if total != ranks:
+        raise _error("gpus", f"{total} GPUs, but the run has {ranks} ranks")
     return Cluster(kind, size, total // size, network, instance)
 
 
@@ -261,26 +269,6 @@ def _instance_name(run: RunConfig, gpu: str | None, instance: str | None) -> str
         hint = "give --gpu h100-80g, --instance p5.48xlarge or launch.instance_type"
         raise _error("gpu", "no GPU is named", hint)
     return found
-
-
-def _network_of_gpu(kind: Gpu, machine: Instance | None) -> float:
-    """Return a GPU's share of its machine's network, in bytes per second."""
-    same = [one for one in INSTANCES.values() if one.gpu_key == kind.key and one.gpus == 8]
-    shares = [one.network / 8 * 1e9 / one.gpus for one in ([machine] if machine else same)]
-    return min(shares, default=DEFAULT_NETWORK)
-
-
-def _check_count(total: int, size: int, nodes: int | None, ranks: int) -> None:
-    """Raise ConfigError if `total` GPUs are no whole machines, not `nodes` of them, or not one for
-    each rank.
-    """
-    if total % size:
-        raise _error("gpus", f"{total} GPUs are no whole machines of {size}")
-    if nodes not in (None, total // size):
-        machines = counted(total // size, "machines")
-        raise _error("gpus", f"{total} GPUs are {machines} of {size}, but --nodes says {nodes}")
-    if total != ranks:
-        raise _error("gpus", f"{total} GPUs, but the run has {ranks} ranks")
 
 
 def _error(key: str, message: str, hint: str = "") -> ConfigError:

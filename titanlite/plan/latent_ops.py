@@ -34,7 +34,6 @@ def latent_ops(s: Shape, a: DeepSeekV3Args) -> list[Op]:
 
 
 def _queries(s: Shape, a: DeepSeekV3Args, heads: int) -> list[Op]:
-    """Return the operators from "n1" to the rotated queries, "qr"."""
     width = heads * a.qk_head_dim
     ops: list[Op] = []
     x = "n1"
@@ -63,7 +62,6 @@ def _queries(s: Shape, a: DeepSeekV3Args, heads: int) -> list[Op]:
 
 
 def _keys_and_values(s: Shape, a: DeepSeekV3Args, heads: int) -> list[Op]:
-    """Return the operators from "n1" to keys and values, "kr" and "v"."""
     latent = a.kv_lora_rank + a.qk_rope_head_dim
     expanded = heads * (a.qk_nope_head_dim + a.v_head_dim)
     ops = [

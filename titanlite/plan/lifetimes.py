@@ -123,24 +123,6 @@ def measure(module: OpList, mode: str = "none") -> ModuleMemory:
     )
 
 
-class Recomputed(NamedTuple):
-    """The part of a module that its backward runs again."""
-
-    #: Index of the operator for which it runs.
-    last: int
-    #: Operators that run: without the last one, if its inputs are all that it saves.
-    runs: int
-
-
-def _recomputed(ops: Sequence[Op]) -> Recomputed:
-    """Return how far recomputation goes: to the last operator that saves something."""
-    last = max(index for index, op in enumerate(ops) if op.saved)
-    runs = last
-    if ops[last].name in ops[last].saves or ops[last].keeps > 0:
-        runs += 1
-    return Recomputed(last, runs)
-
-
 def _by_policy(ops: Sequence[Op]) -> set[str]:
     """Return the tensors that `OpPolicy` keeps: attention's, and every second matrix product, the
     first included.
@@ -159,9 +141,12 @@ def _recomputing_backward(replay: _Replay, stays: set[str], cached: set[str]) ->
     """Return the peak of a backward that runs the forward again, above what stays until then."""
     ops = replay.ops
     kept = replay.bytes_of(stays)
-    part = _recomputed(ops)
-    saved = replay.saved | (cached & {op.name for op in ops[part.last :]})
-    again = replay.forward(saved, stays, cached, part)
+    # It goes to the last operator that saves something, and runs that one only if it saves more
+    # than its inputs.
+    last = max(index for index, op in enumerate(ops) if op.saved)
+    runs = last + (ops[last].name in ops[last].saves or ops[last].keeps > 0)
+    saved = replay.saved | (cached & {op.name for op in ops[last:]})
+    again = replay.forward(saved, stays, cached, ops[: last + 1], runs)
     gradient = ops[-1].size
     return Peak(again + gradient - kept).or_higher(replay.backward(saved, kept))
 
@@ -191,18 +176,15 @@ class _Replay:
         stays: Collection[str],
         alive: Collection[str],
         cached: Collection[str] = (),
-        part: Recomputed | None = None,
+        ops: Sequence[Op] = (),
+        runs: int | None = None,
     ) -> int:
         """Return the most bytes that exist in a forward.
 
         stays: tensors that outlive it. alive: those that exist before it. cached: outputs that need
-        no work. part: of a recomputation; None: all operators run.
+        no work. ops: those of a recomputation, of which the first `runs` run; empty: all.
         """
-        ops = self.ops
-        runs = len(ops)
-        if part is not None:
-            ops = ops[: part.last + 1]
-            runs = part.runs
+        ops = ops or self.ops
         last_use: dict[str, int] = {}
         for index, op in enumerate(ops):
             for name in (*op.reads, *op.saves, *op.holds):
@@ -265,8 +247,6 @@ class _Replay:
 
 
 class _Storage:
-    """Memory of a gradient."""
-
     __slots__ = ("size", "users")
 
     def __init__(self, size: int) -> None:

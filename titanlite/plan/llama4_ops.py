@@ -20,7 +20,10 @@ def input_ops(s: Shape, x: str) -> list[Op]:
     args = cast("Llama4Args", s.args)
     width = args.n_heads // s.tp * args.head_dim
     kv_width = args.kv_heads // s.tp * args.head_dim
-    query, key = _product_names(args)
+    # Where nothing is between, attention takes the products themselves.
+    query, key = "q", "k"
+    if args.rotary is None:
+        query, key = "q" if args.temperature else "qr", "kr"
     ops = [
         s.linear(query, x, width, args.dim, key="attention.wq"),
         s.linear(key, x, kv_width, args.dim, key="attention.wk"),
@@ -34,15 +37,6 @@ def input_ops(s: Shape, x: str) -> list[Op]:
         work = 4 * numbers if s.size == 2 else 0
         ops.append(Op("qr", numbers * s.size, ("q",), forward=work, backward=2 * work))
     return ops
-
-
-def _product_names(args: Llama4Args) -> tuple[str, str]:
-    """Return the names of the products for q and k: those that attention takes, where nothing is
-    between.
-    """
-    if args.rotary is not None:
-        return "q", "k"
-    return "q" if args.temperature else "qr", "kr"
 
 
 def _rotated(s: Shape, args: Llama4Args, x: str, width: int) -> list[Op]:

@@ -9,14 +9,13 @@ FORMULAS.md derives each formula. `titanlite.cli.plan.trace` runs the real code 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 from msgspec.structs import replace as replace_fields
 
 from titanlite.models.llama import LlamaArgs
 from titanlite.plan.events import replay
 from titanlite.plan.parts import VOCABULARY, RankMemory
-from titanlite.plan.rank_sizes import RankSizes, block_memory
+from titanlite.plan.rank_sizes import RankSizes
 from titanlite.plan.step_events import StepEvents
 from titanlite.run.config import RunConfig
 
@@ -74,29 +73,3 @@ def with_vocabulary(run: RunConfig, tokenizer_size: int | None = None) -> RunCon
 
         size = load_tokenizer(run.model.tokenizer_path, run.model.name).vocab_size
     return replace_fields(run, model=replace_fields(run.model, vocab_size=size))
-
-
-class KeptActivations(NamedTuple):
-    """What the blocks of the model keep for the backward, on a rank and in one micro-batch."""
-
-    blocks: int
-    #: Blocks that recompute.
-    recomputing: int
-    #: Bytes of all blocks, and those that they would keep without recomputation.
-    kept: int
-    plain: int
-
-
-def kept_activations(run: RunConfig, device: str = "cuda") -> KeptActivations:
-    """Return what the blocks of a run keep. Raises NoFormula as `estimate`."""
-    args = _known_args(run)
-    sizes = RankSizes(run, args, 0, device)
-    found = KeptActivations(0, 0, 0, 0)
-    for block in run.spec.block_names(args):
-        shape = sizes.shape_of(block)
-        mode = sizes.mode(block)
-        kept = block_memory(shape, mode).kept
-        plain = block_memory(shape, "none").kept
-        one = (1, mode != "none", kept, plain)
-        found = KeptActivations(*map(sum, zip(found, one, strict=True)))
-    return found

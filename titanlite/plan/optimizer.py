@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from titanlite.config.model_sections import Optimizer
+from titanlite.plan.parts import BYTES
 from titanlite.utils import is_dotted
 
 if TYPE_CHECKING:
     from titanlite.plan.weights import Weight
-
-_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def state_bytes(weight: Weight, settings: Optimizer, master: int) -> float:
@@ -27,7 +26,7 @@ def state_bytes(weight: Weight, settings: Optimizer, master: int) -> float:
     master: bytes of a number of the weights.
     """
     momentum, variance, rest = (
-        _BYTES[name]
+        BYTES[name]
         for name in (settings.momentum_dtype, settings.variance_dtype, settings.compensation_dtype)
     )
     rest *= settings.kahan

@@ -68,7 +68,10 @@ class ExpertSpeed(OtherProducts):
         super().__init__(step)
         # Each gives whole experts its part of the sequence.
         self.ranks = step.mesh.tensor
-        self.flops = max(step.base_flops / 3 - 2 * _weights_of_linears(step), 0.0)
+        # Those of the whole model; tensor-parallel ranks divide `StepSizes.linears`.
+        linears = step.spec.linears(step.args) if step.spec.linears else {}
+        weights = sum(size.in_features * size.out_features for size in linears.values())
+        self.flops = max(step.base_flops / 3 - 2 * weights, 0.0)
         chosen = getattr(step.args, "top_k", 1)
         self.parameters = self.flops / 2 * min(experts.values()) / chosen
         # Numbers between the products of an expert; those of the stream where it is unknown.
@@ -84,12 +87,3 @@ class ExpertSpeed(OtherProducts):
         if mesh.expert == 1:
             return [others._replace(parameters=others.parameters + own)]
         return [others, Sharded(own, mesh.expert_shards, mesh.expert)]
-
-
-def _weights_of_linears(step: StepSizes) -> int:
-    """Return the weights of all linears of the whole model."""
-    # Tensor-parallel ranks divide those of `StepSizes.linears`.
-    if step.spec.linears is None:
-        return 0
-    sizes = step.spec.linears(step.args).values()
-    return sum(size.in_features * size.out_features for size in sizes)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 GIB = 1024**3
+#: Bytes of a number.
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: Entries of a vocabulary that a model's flavor leaves to the tokenizer, where there is none.
 VOCABULARY = 32_000
 #: Parts of a rank's device memory, in the order of reports.

@@ -24,20 +24,21 @@ OTHER_PHASES = SLOW_PHASES - {"profile", "end"}
 
 
 class PeakCheck(Callback):
-    """Logs the measured peak beside the planned one, once, after the second step of a process.
+    """Logs the measured peak of this rank beside the planned one, once, after the second step of a
+    process.
 
     It runs before the metrics, whose logs begin a new peak. The first step is logged, and has no
     optimizer state before its end. So the peak of the second is that of every later step.
 
-    read_peak: bytes of this rank's tensors at their peak since the latest log. A CPU has no such
-    counter, and the resident memory of its process is mostly not tensors. So nothing is compared
-    there.
+    read_peak: bytes of this rank's tensors at their peak since the latest log.
     """
 
-    def __init__(self, run: RunConfig, read_peak: Callable[[], int], device: str = "cuda") -> None:
-        self._run, self._read_peak, self._device = run, read_peak, device
-        #: The peak since the latest log is one of training steps only; it was compared.
-        self._fresh = self._done = False
+    def __init__(self, run: RunConfig, read_peak: Callable[[], int]) -> None:
+        self._run = run
+        self._read_peak = read_peak
+        #: The peak since the latest log is one of training steps only.
+        self._fresh = False
+        self._done = False
 
     def on_phase(self, trainer: Trainer, phase: str) -> None:
         if phase in OTHER_PHASES:
@@ -50,32 +51,19 @@ class PeakCheck(Callback):
         if not self._fresh or self._done:
             return
         self._done = True
-        import torch
-        import torch.distributed as dist
-
-        world = trainer.parts.world
-        sizes = torch.zeros(world.size, 2, dtype=torch.float64)
+        rank = trainer.parts.world.rank
         try:
-            here = self._run.steady_at(trainer.step)
-            planned = estimate(here, world.rank, self._device).peak.total
+            plan = estimate(self._run.steady_at(trainer.step), rank).peak.total
         except Exception:  # the start report has said so
-            planned = 0
-        sizes[world.rank] = torch.tensor([self._read_peak(), planned])
-        sizes = sizes.to(world.device)
-        dist.all_reduce(sizes)
-        if not sizes[:, 1].all():
             return
-        shares = sizes[:, 0] / sizes[:, 1] - 1
-        wrong = shares if self._run.training.compile else shares.abs()
-        rank = int(wrong.argmax())
-        peak, plan = sizes[rank].tolist()
-        where = f" on rank {rank}" if world.size > 1 else ""
+        peak = self._read_peak()
+        share = peak / plan - 1
         text = (
-            f"memory of step {trainer.step}: measured {peak / GIB:,.2f} GiB at the peak{where}, "
-            f"{planned_word(self._run)} {plan / GIB:,.2f} GiB ({shares[rank]:+.1%})"
+            f"memory of step {trainer.step}: measured {peak / GIB:,.2f} GiB at the peak of rank "
+            f"{rank}, {planned_word(self._run)} {plan / GIB:,.2f} GiB ({share:+.1%})"
         )
-        far = wrong[rank] > APART and abs(peak - plan) > APART_BYTES
-        if not far or world.rank:  # the console shows a warning once
+        wrong = share if self._run.training.compile else abs(share)
+        if wrong <= APART or abs(peak - plan) <= APART_BYTES:
             logger.info(text)
             return
         logger.warning(

@@ -13,11 +13,7 @@ from titanlite.config.sections import Checkpoint
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.memory import NoFormula, estimate, with_vocabulary
 from titanlite.plan.optimizer import state_bytes
-from titanlite.plan.parts import (
-    GIB,
-    RankMemory,
-    needed_bytes,
-)
+from titanlite.plan.parts import BYTES, GIB, RankMemory, needed_bytes
 from titanlite.plan.speed import Speed, predict
 from titanlite.plan.weights import Weight
 from titanlite.run.config import RunConfig
@@ -25,7 +21,6 @@ from titanlite.run.config import RunConfig
 #: Host memory of a rank that trains on a GPU, in bytes, without text: Python, torch and CUDA's
 #: libraries.
 PROCESS = 3 * GIB
-_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -60,21 +55,6 @@ class Leg:
     def seconds(self) -> float | None:
         """Time for its steps without validation and saves; None: their number is not known."""
         return None if self.steps is None else self.steps * self.speed.step_seconds
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the leg as JSON has it."""
-        batch = self.run.batch
-        return {
-            "step": self.first,
-            "steps": self.steps,
-            "global_batch_size": batch.global_batch_size,
-            "seq_len": batch.seq_len,
-            "tokens_per_step": batch.tokens_per_step,
-            "needed_gib": needed_bytes(self.memory) / GIB,
-            "step_seconds": self.speed.step_seconds,
-            "tokens_per_second": self.speed.tokens_per_second,
-            "hours": None if self.seconds is None else self.seconds / 3600,
-        }
 
 
 @dataclass(frozen=True)
@@ -136,9 +116,6 @@ class Plan:
         peak = self.memory.peak
         speed = self.speed
         disk = self.disk
-        phases = {}
-        if len(self.legs) > 1:
-            phases["phases"] = [leg.as_json() for leg in self.legs]
         return {
             "model": self.run.model.title,
             "world_size": self.run.mesh.world_size,
@@ -170,7 +147,6 @@ class Plan:
             "tokens_per_second_range": [speed.low, speed.high],
             "mfu": speed.mfu,
             "assumptions": list(speed.assumptions),
-            **phases,
         }
 
 
@@ -215,22 +191,15 @@ def _legs(
     rank: int | None,
     trace: Callable[[RunConfig, int], RankMemory] | None,
 ) -> Iterator[Leg]:
-    """Yield the plan of each leg. The arguments are those of `make_plan`."""
-    for first, steps in steps_of_legs(run):
-        steady = run.steady_at(first)
-        memory = trace(steady, rank or 0) if trace else formula(steady, rank)
-        yield Leg(steady, first, steps, memory, predict(steady, cluster))
-
-
-def steps_of_legs(run: RunConfig) -> Iterator[tuple[int, int | None]]:
-    """Yield the first step of each leg and how many it has; None: the run's length is not known."""
     firsts = list(run.legs)
     ends = [first - 1 for first in firsts[1:]]
     for first, end in zip(firsts, [*ends, run.steps], strict=True):
         steps = None
         if run.steps is not None and end is not None:
             steps = max(min(end, run.steps) - first + 1, 0)
-        yield first, steps
+        steady = run.steady_at(first)
+        memory = trace(steady, rank or 0) if trace else formula(steady, rank)
+        yield Leg(steady, first, steps, memory, predict(steady, cluster))
 
 
 def formula(run: RunConfig, rank: int | None = None) -> RankMemory:
@@ -259,7 +228,7 @@ def host_memory(run: RunConfig, cluster: Cluster, memory: RankMemory) -> dict[st
         if adapters is not None:
             # Frozen weights are in no checkpoint.
             shares = run.mesh.weight_shards * run.mesh.pipeline
-            weights = math.ceil(adapters / shares) * _ITEMSIZE[run.training.dtype]
+            weights = math.ceil(adapters / shares) * BYTES[run.training.dtype]
         parts["copy of an asynchronous save"] = weights + held.get("optimizer", 0)
     ranks = min(cluster.gpus_per_node, run.mesh.world_size)
     return {name: size * ranks for name, size in parts.items()}
@@ -275,7 +244,7 @@ def checkpoint_disk(run: RunConfig, step_seconds: float) -> Disk:
     parameters = trained.adapters
     if parameters is None:
         parameters = run.spec.count_parameters(args)
-    size = parameters * (_ITEMSIZE[run.training.dtype] + trained.averages)
+    size = parameters * (BYTES[run.training.dtype] + trained.averages)
     size += optimizer_bytes(run, args, parameters)
     return Disk(size, kept_at_once(run.checkpoint, run.steps, step_seconds))
 
@@ -290,7 +259,7 @@ def optimizer_bytes(run: RunConfig, args: Any, parameters: int) -> int:
         costs = run.spec.pipeline_costs(args, 1) if run.spec.pipeline_costs else {}
         blocks = [name for name in run.spec.block_names(args) if name in costs]
         matrices = sum(costs[name].parameters for name in blocks)
-    master = _ITEMSIZE[run.training.dtype]
+    master = BYTES[run.training.dtype]
     # Of a size that 8 bits can hold.
     matrix = Weight(4096, 2048, 1, (4096, 2048))
     other = Weight(4096, 2048, 1)
@@ -310,18 +279,6 @@ def kept_at_once(section: Checkpoint, steps: int | None, step_seconds: float) ->
     if steps is None:
         bounded = section.keep_latest_k and not section.keep_every and not section.milestones
         return latest + section.keep_best if bounded else None
-    saved = _saved_steps(section, steps, step_seconds)
-    if not section.keep_latest_k:
-        return None if section.keep_best else len(saved)
-    stay = set(sorted(saved)[-latest:])
-    for step in saved:
-        if section.stays(step):
-            stay.add(step)
-    return len(stay) + section.keep_best
-
-
-def _saved_steps(section: Checkpoint, steps: int, step_seconds: float) -> set[int]:
-    """Return the steps that are saved in a run of this many."""
     interval = section.interval
     if section.interval_type != "steps":
         interval = max(1, round(section.interval / step_seconds))
@@ -332,4 +289,9 @@ def _saved_steps(section: Checkpoint, steps: int, step_seconds: float) -> set[in
     saved.update(step for step in milestones if step <= steps)
     if section.enable_first_step_checkpoint:
         saved.add(1)
-    return saved
+    if not section.keep_latest_k:
+        return None if section.keep_best else len(saved)
+    stay = {*sorted(saved)[-latest:], *(saved & set(milestones))}
+    if section.keep_every:
+        stay.update(step for step in saved if step % section.keep_every == 0)
+    return len(stay) + section.keep_best

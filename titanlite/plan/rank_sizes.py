@@ -15,17 +15,15 @@ from titanlite.plan.experts import feed_forward_of
 from titanlite.plan.kept_events import KeptEvents
 from titanlite.plan.lifetimes import ModuleMemory, measure
 from titanlite.plan.loss_ops import Loss, head_ops, loss_of
+from titanlite.plan.parts import BYTES
 from titanlite.plan.product_memory import ProductMemory
 from titanlite.plan.weights import Weight, groups_of, position
 from titanlite.run.config import RunConfig
 
 if TYPE_CHECKING:
     from titanlite.models.linears import Linears
-    from titanlite.models.spec import Size
     from titanlite.plan.events import Event
     from titanlite.plan.step_events import StepEvents
-
-_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class RankSizes:
@@ -42,9 +40,9 @@ class RankSizes:
         self.shard = rank // mesh.tensor % mesh.weight_shards
         self.pipeline_rank = rank // (mesh.world_size // mesh.pipeline)
         #: Bytes of a number: in this rank's weights, in products, in reductions of gradients.
-        self.master = _BYTES[training.dtype]
-        self.low = _BYTES[training.mixed_precision_param]
-        self.reduced = _BYTES[training.mixed_precision_reduce]
+        self.master = BYTES[training.dtype]
+        self.low = BYTES[training.mixed_precision_param]
+        self.reduced = BYTES[training.mixed_precision_reduce]
         self.offloads = training.enable_cpu_offload and device != "cpu"
         # Fields that features change (`Feature.plan_memory`).
         self.products = ProductMemory()
@@ -134,10 +132,6 @@ class RankSizes:
         from titanlite.models.linears import linears_of
 
         return linears_of(self.run.spec, self.args, self.run.mesh.tensor)
-
-    def on_rank(self, name: str, size: Size) -> Size:
-        """Return the size of a linear on this rank. name: in the model; size: of the whole."""
-        return size if self.run.mesh.tensor == 1 else self.linears.on_rank(name)
 
     def _cost(self, module: str) -> ModuleMemory:
         """Return the needs of a module; the last norm counts with the head."""

@@ -1,17 +1,23 @@
-"""The report of a run out of memory: its plan, and the keys with which it needs less."""
+"""The report of a run out of memory: its plan, and the keys that lower it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from titanlite.exit_codes import memory_error_of
 from titanlite.plan.memory import estimate, with_vocabulary
 from titanlite.plan.parts import PARTS
 from titanlite.plan.peak import OTHER_PHASES
-from titanlite.plan.remedies import remedies
 from titanlite.run.config import RunConfig
 from titanlite.utils import Table, human_bytes, render
+
+#: What lowers the memory of most runs.
+_REMEDIES = """\
+What lowers it, the cheapest in speed first: training.loss_chunks = 8,
+training.reshard_after_forward = "always", training.gradient_sync = "every", a smaller
+training.batch_size with training.global_batch_size as it is, activation_checkpoint.mode = "full",
+tensor or context parallelism, more ranks, training.enable_cpu_offload = true.
+`titanlite plan CONFIG --search` proposes the fastest settings that fit."""
 
 
 def memory_report(run: RunConfig, error: BaseException, where: str, rank: int, device: str) -> str:
@@ -26,7 +32,7 @@ def memory_report(run: RunConfig, error: BaseException, where: str, rank: int, d
     if cause is not error:
         lines.append(f"caused by {type(cause).__name__}: {cause}")
     try:
-        lines += _plan_lines(run, rank, device)
+        lines += [_plan_table(run, rank, device), _REMEDIES]
     except Exception as failed:
         # The error itself is the one to be seen.
         lines.append(f"There is no plan to compare with: {failed}")
@@ -39,7 +45,6 @@ def memory_report(run: RunConfig, error: BaseException, where: str, rank: int, d
 
 
 def _place_of(cause: BaseException) -> str:
-    """Return whose memory is out."""
     text = str(cause)
     if "CUDA error: out of memory" in text:
         return "GPU or pinned host memory"
@@ -47,8 +52,7 @@ def _place_of(cause: BaseException) -> str:
     return "GPU" if is_gpu else "host"
 
 
-def _plan_lines(run: RunConfig, rank: int, device: str) -> Iterator[str]:
-    """Yield the plan's parts at the peak, and the remedies."""
+def _plan_table(run: RunConfig, rank: int, device: str) -> str:
     run = with_vocabulary(run)
     planned = estimate(run, rank, device)
     peak = planned.peak
@@ -56,11 +60,4 @@ def _plan_lines(run: RunConfig, rank: int, device: str) -> Iterator[str]:
     sizes |= {f"in host memory: {name}": size for name, size in planned.host.items()}
     sizes["in all, on the device"] = peak.total
     rows = [(name, human_bytes(size)) for name, size in sizes.items() if size]
-    yield render(Table((f"planned for rank {rank}, {peak.place}", ""), rows), terminal=False)
-    found = remedies(run, rank, device)
-    if not found:
-        yield "By the plan, no single key saves much"
-        return
-    yield "These save memory by the plan, the cheapest in speed first:"
-    for one in found:
-        yield f"  {human_bytes(one.saves):>9}: {one}"
+    return render(Table((f"planned for rank {rank}, {peak.place}", ""), rows), terminal=False)

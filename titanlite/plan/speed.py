@@ -74,12 +74,12 @@ def predict(run: RunConfig, cluster: Cluster, constants: Constants = CONSTANTS) 
     rate = run.batch.tokens_per_step / seconds / run.mesh.world_size
     flops = run.flops_per_token(step.args, run.batch.seq_len)
     mfu = rate * flops / cluster.gpu.bf16
-    least, most = _unseen(step)
+    is_h200 = cluster.gpu.key.startswith("h200") and not step.products.is_below_bf16
+    least, most = UNSEEN_H200 if is_h200 else UNSEEN
     return Speed(rate, rate * least, rate * most, mfu, seconds, parts, _assumptions(step))
 
 
 def _parts(step: StepSizes) -> dict[str, float]:
-    """Return the seconds of a step by the names of `PARTS`."""
     parts = dict.fromkeys(PARTS, 0.0)
     # Micro-batches of the whole model that this rank's part amounts to.
     share = step.stage_share
@@ -103,12 +103,6 @@ def _parts(step: StepSizes) -> dict[str, float]:
     parts["pipeline bubble"] = idle / step.micro_batches
     parts["optimizer"] = update(step)
     return parts
-
-
-def _unseen(step: StepSizes) -> tuple[float, float]:
-    """Return the least and the most of true rates over predicted ones."""
-    is_h200 = step.rates.gpu.key.startswith("h200")
-    return UNSEEN_H200 if is_h200 and not step.products.is_below_bf16 else UNSEEN
 
 
 def _assumptions(step: StepSizes) -> tuple[str, ...]:

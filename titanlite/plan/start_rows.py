@@ -1,8 +1,8 @@
-"""Rows of the start report that the plan has: kept activations, memory at the peak."""
+"""Rows of the start report that the plan has."""
 
 from __future__ import annotations
 
-from titanlite.plan.memory import KeptActivations, NoFormula, estimate, kept_activations
+from titanlite.plan.memory import NoFormula, estimate
 from titanlite.plan.parts import GIB, needed_bytes
 from titanlite.run.config import RunConfig
 
@@ -27,17 +27,6 @@ def start_rows(run: RunConfig, total: int) -> list[tuple[str, str]]:
         text = "by the plan this run needs more memory than a GPU has: it may end with code 8"
         rows.append(("warning", text))
     return rows
-
-
-def planned_activations(run: RunConfig) -> KeptActivations | None:
-    """Return what the blocks of a run keep; None for a model without formulas.
-
-    It raises nothing.
-    """
-    try:
-        return kept_activations(run)
-    except Exception:  # a note of `start_rows` tells what is no `NoFormula`
-        return None
 
 
 def planned_word(run: RunConfig) -> str:

@@ -30,10 +30,14 @@ class StepEvents:
         yield from self._state()
         work = self.sizes.work or StepEvents.micro_batches
         yield from work(self)
-        yield Run("optimizer", "", {"working memory": self._optimizer_work()})
+        sizes = self.sizes
+        update = 0
+        if not sizes.offloads:
+            optimizer = self.run.optimizer
+            update = step_bytes(sizes.trained, sizes.shard, optimizer, sizes.master, sizes.device)
+        yield Run("optimizer", "", {"working memory": update})
 
     def _state(self) -> Iterator[Event]:
-        """Yield what exists at the start: weights and optimizer state."""
         sizes = self.sizes
         optimizer = self.run.optimizer
         masters = sum(weight.part * sizes.held(weight) for weight in sizes.weights)
@@ -50,14 +54,6 @@ class StepEvents:
         widths = [rotary.width for rotary in sizes.args.rotaries() if rotary is not None]
         tables = 4 * sum(widths) * sizes.args.max_seq_len
         yield Alloc("parameters", "cosines and sines", tables)
-
-    def _optimizer_work(self) -> int:
-        """Return the temporary bytes of the update."""
-        sizes = self.sizes
-        if sizes.offloads:
-            return 0
-        optimizer = self.run.optimizer
-        return step_bytes(sizes.trained, sizes.shard, optimizer, sizes.master, sizes.device)
 
     def micro_batches(self) -> Iterator[Event]:
         """Yield the work of a rank that has all layers."""
@@ -80,8 +76,11 @@ class StepEvents:
                 yield from self.groups.gather("forward", group, given, held=buffer)
                 buffer = self.groups.last_buffer(group)
             if module == "output" and self.sizes.loss.chunks == 1:
-                # The loss comes after the model's forward, whose end frees the buffer.
-                parts = {"logits and loss": self._head_output(), "communication": buffer}
+                # The loss comes after the model's forward, whose end frees the buffer. Beside the
+                # logits are the hidden states that they come from.
+                shape = self.sizes.shape
+                output = shape.tokens * (shape.vocabulary + shape.args.dim) * self.sizes.low
+                parts = {"logits and loss": output, "communication": buffer}
                 yield Run("forward", module, parts)
                 buffer = 0
             cost = self.sizes.costs[module]
@@ -91,11 +90,6 @@ class StepEvents:
             if group.reshards and module == group.modules[-1]:
                 yield from self.groups.free(group)
                 yield from self.groups.divide(group)
-
-    def _head_output(self) -> int:
-        """Return the bytes of the logits, and of the hidden states that they come from."""
-        shape = self.sizes.shape
-        return shape.tokens * (shape.vocabulary + shape.args.dim) * self.sizes.low
 
     def first_half(self, modules: Sequence[str]) -> Iterator[Event]:
         """Make gradients of inputs alone; all that those of weights need lives on."""
@@ -167,7 +161,6 @@ class StepEvents:
         return 0 if module == "tok_embeddings" else self.sizes.shape.hidden
 
     def _in_order(self, modules: list[str]) -> list[Group]:
-        """Return the groups of modules in the order they last run."""
         running = [name for name in modules if self.sizes.has_backward(name)]
         groups = {self.sizes.group_of[name] for name in running}
         return sorted(groups, key=lambda group: modules.index(group.modules[-1]))
@@ -190,5 +183,4 @@ class StepEvents:
 
 
 def _part_of(module: str) -> str:
-    """Return the part that a module's work counts as."""
     return "logits and loss" if module == "output" else "working memory"

@@ -122,7 +122,6 @@ def plan_rows(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _leg(leg: Leg) -> str:
-    """Return what the steps of a phase need."""
     batch = leg.run.batch
     sequences = counted(batch.global_batch_size, "sequences")
     time = f"{_seconds(leg.speed.step_seconds)} a step"
@@ -133,7 +132,6 @@ def _leg(leg: Leg) -> str:
 
 
 def _whole_run(plan: Plan, steps: int, seconds: float) -> str:
-    """Return length and time of all steps. seconds: of all steps."""
     speed = plan.speed
     tokens = human_count(plan.run.course.tokens_after(steps))
     fast = _time(seconds * speed.tokens_per_second / speed.high)
@@ -142,7 +140,6 @@ def _whole_run(plan: Plan, steps: int, seconds: float) -> str:
 
 
 def _host(plan: Plan) -> str:
-    """Return the host memory of a machine, with its parts."""
     shown = [(name, size) for name, size in plan.host.items() if size >= GIB / 20]
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in shown)
     host = plan.cluster.host
@@ -151,7 +148,6 @@ def _host(plan: Plan) -> str:
 
 
 def _checkpoints(disk: Disk) -> str:
-    """Return the size of a checkpoint, and how many there are."""
     most = ""
     if disk.total is not None:
         most = f", {disk.count:,} at most at one time: {human_bytes(disk.total)} of disk"

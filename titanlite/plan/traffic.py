@@ -61,13 +61,11 @@ def sharding(step: StepSizes) -> Sharding:
 
 
 def _gathers(step: StepSizes) -> int:
-    """Return how many micro-batches gather weights."""
     never_freed = step.run.training.reshard_after_forward == "never"
     return 1 if never_freed else step.micro_batches
 
 
 def _reductions(step: StepSizes) -> int:
-    """Return how many micro-batches reduce gradients."""
     return step.micro_batches if step.run.training.gradient_sync == "every" else 1
 
 

@@ -8,9 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from titanlite.models.llama import LlamaArgs
     from titanlite.plan.rank_sizes import RankSizes
-    from titanlite.run.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,10 @@ def groups_of(sizes: RankSizes, mine: Collection[str]) -> list[Group]:
     if "output" in mine:
         with_weights.add("norm")
     units: list[tuple[str, ...]] = []
-    for unit in _all_units(run, sizes.args):
+    every = run.spec.fsdp_groups(sizes.args)
+    if run.training.fsdp_units == "root":
+        every = [sum(every, ())]
+    for unit in every:
         here = tuple(name for name in unit if name in with_weights)
         if here:
             units.append(here)
@@ -127,21 +128,10 @@ def groups_of(sizes: RankSizes, mine: Collection[str]) -> list[Group]:
         modules = [name for name in unit if name in mine]
         modules.sort(key=lambda name: position(name, sizes.args.n_layers))
         # By default the last two stay: the backward begins with them.
-        is_last = index >= len(units) - 2
-        groups.append(Group(tuple(modules), tuple(weights), _reshards(run, is_last)))
+        reshards: object = run.training.reshard_after_forward
+        frees = index < len(units) - 2 if reshards == "default" else reshards != "never"
+        groups.append(Group(tuple(modules), tuple(weights), frees))
     return groups
-
-
-def _all_units(run: RunConfig, args: LlamaArgs) -> list[tuple[str, ...]]:
-    units = run.spec.fsdp_groups(args)
-    if run.training.fsdp_units == "root":
-        return [sum(units, ())]
-    return units
-
-
-def _reshards(run: RunConfig, is_last: bool) -> bool:
-    given = run.training.reshard_after_forward
-    return not is_last if given == "default" else given != "never"
 
 
 def module_weights(module: str, sizes: RankSizes) -> list[Weight]:
@@ -164,7 +154,7 @@ def _block_weights(block: str, sizes: RankSizes) -> Iterator[Weight]:
     shards = mesh.weight_shards
     matrices = {}
     for name, whole in {**args.attention_linears(), **args.feed_forward_linears()}.items():
-        size = sizes.on_rank(f"{block}.{name}", whole)
+        size = whole if mesh.tensor == 1 else sizes.linears.on_rank(f"{block}.{name}")
         matrices[name] = (size.out_features, size.in_features)
     yield from shape.feed_forward.weights(mesh)
     for name, (rows, columns) in matrices.items():

@@ -96,7 +96,10 @@ class Feature:
     # The model: `titanlite.parallel.parallelize` calls these on each rank
 
     def convert(self, builder: ModelBuilder, model: nn.Module) -> None:
-        """Change the modules of a model or pipeline stage on the meta device, in place."""
+        """Change the modules of a model or pipeline stage on the meta device, in place.
+
+        Settings of inductor and arguments of `apply_fsdp` go to the builder, here or later.
+        """
 
     def distribute(self, builder: ModelBuilder, model: nn.Module) -> None:
         """Divide the model over ranks, in place: after tensor parallelism, before FSDP."""

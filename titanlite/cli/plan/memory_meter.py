@@ -41,14 +41,10 @@ _FLOAT8 = {dtype for name, dtype in vars(torch).items() if name.startswith("floa
 
 @dataclass(slots=True, eq=False)
 class _Storage:
-    """The life of a storage."""
-
     nbytes: int
     part: str | None
     #: Number of the visit in which it was made.
     born: int
-    #: The part of the plan that it belongs to in host memory; None: it is on the device.
-    host: str | None = None
     #: Number of the visit in which it was freed; None: it lives.
     died: int | None = None
     #: Tells its end.
@@ -67,8 +63,7 @@ class MemoryMeter(TorchDispatchMode):
     """Measures the bytes of all storages that exist in a step.
 
     model, optimizer: of the run. blocks: names of the model's blocks. head: name of the head.
-    offloaded: parameters, gradients and optimizer state are in host memory in a run on GPUs, though
-    here all is. integer: what the host reads from an int64 tensor without data; others are read as
+    integer: what the host reads from an int64 tensor without data; others are read as
     1.
     """
 
@@ -81,17 +76,12 @@ class MemoryMeter(TorchDispatchMode):
         blocks: Collection[str],
         head: str,
         *,
-        offloaded: bool = False,
         integer: int = 1,
     ) -> None:
         super().__init__()
         self._optimizer = optimizer
         self._head = head
-        self._offloaded = offloaded
         self._integer = integer
-        #: Part → bytes in host memory, and the most there were.
-        self._on_host: Counter[str] = Counter()
-        self.host: Counter[str] = Counter()
         #: FSDP puts others in their place while weights are gathered; these get the gradients.
         self._parameters = list(model.parameters())
         self._hooked = {id(parameter): parameter for parameter in self._parameters}
@@ -159,46 +149,26 @@ class MemoryMeter(TorchDispatchMode):
             if part is None and tensor.dtype in _FLOAT8:
                 part = "float8"
             self._add(storage, storage.nbytes(), part)
-        elif part in ("gradients", "optimizer") and self._offloaded:
-            if life.host is None:
-                self._count(life, -life.nbytes)
-                life.host = part
-                self._count(life, life.nbytes)
         elif part is not None and not (weak and life.part):
             life.part = part
 
-    def _add(
-        self, storage: torch.UntypedStorage, nbytes: int, part: str | None, host: str | None = None
-    ) -> None:
+    def _add(self, storage: torch.UntypedStorage, nbytes: int, part: str | None) -> None:
         key = storage._cdata
         life = _Storage(nbytes, part, self._now)
-        if self._offloaded and part in ("parameters", "optimizer"):
-            host = part
-        elif self._offloaded and self._visits[-1].phase == "optimizer":
-            host = "working memory"
-        life.host = host
 
         def gone(_: object) -> None:
-            self._count(life, -life.nbytes)
+            self._visits[-1].events.append((life, -life.nbytes))
             life.died = self._now
             if self._live.get(key) is life:
                 del self._live[key]
 
         life.ref = weakref.ref(storage, gone)
         self._live[key] = life
-        self._count(life, nbytes)
+        self._visits[-1].events.append((life, nbytes))
 
     @property
     def _now(self) -> int:
-        """Number of the visit that goes on."""
         return len(self._visits) - 1
-
-    def _count(self, life: _Storage, delta: int) -> None:
-        if life.host is None:
-            self._visits[-1].events.append((life, delta))
-            return
-        self._on_host[life.host] += delta
-        self.host[life.host] = max(self.host[life.host], self._on_host[life.host])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._shapes_alone:
@@ -217,40 +187,19 @@ class MemoryMeter(TorchDispatchMode):
                 return args[0]
         given = kwargs or {}
         out = func(*args, **given)
-        if given.get("pin_memory"):
-            self._add(out.untyped_storage(), out.untyped_storage().nbytes(), None, "activations")
-        for tensor in [out] if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self.track(tensor)
+        for tensor in [out] if isinstance(out, Tensor) else _tensors(out):
+            self.track(tensor)
         part = _marked(func)
         if part:
-            self._track_marked(func, part, args, given)
+            marked = given.get("out") if part == "gathered weights" else (args, given)
+            for tensor in _tensors(marked):
+                self.track(tensor, part, weak=True)
         return out
 
     def _read(self, dtype: torch.dtype) -> int:
-        """Return what the host reads from a tensor without data."""
         if dtype == torch.bool:
             return True
         return self._integer if dtype == torch.int64 else 1
-
-    def _track_marked(self, func: Any, part: str, args: Any, given: Any) -> None:
-        """Count the arguments of an operator that tells what they are for."""
-        if self._offloaded and func is torch.ops.fsdp.all_gather_copy_in.default:
-            self._copy_in(args[0])
-        marked = given.get("out") if part == "gathered weights" else (args, given)
-        for tensor in tree_leaves(marked):
-            if isinstance(tensor, Tensor):
-                self.track(tensor, part, weak=True)
-
-    def _copy_in(self, inputs: list[Tensor]) -> None:
-        """Count the copies on the device of the shards in host memory, which exist while they are
-        gathered.
-        """
-        lives = [self._live[tensor.untyped_storage()._cdata] for tensor in inputs]
-        size = sum(life.nbytes for life in lives if life.host)
-        copies = _Storage(size, "communication", self._now)
-        self._count(copies, copies.nbytes)
-        self._count(copies, -copies.nbytes)
 
     def __enter__(self) -> MemoryMeter:
         self._patches.enter_context(
@@ -276,7 +225,7 @@ class MemoryMeter(TorchDispatchMode):
             if life is None:
                 self._add(storage, nbytes, "gathered weights")
             else:
-                self._count(life, nbytes - life.nbytes)
+                self._visits[-1].events.append((life, nbytes - life.nbytes))
                 life.nbytes, life.part = nbytes, "gathered weights"
             return result
 
@@ -298,10 +247,8 @@ class MemoryMeter(TorchDispatchMode):
         return propagate
 
     def _track_state(self) -> None:
-        for state in self._optimizer.state.values():
-            for value in tree_leaves(state):
-                if isinstance(value, Tensor):
-                    self.track(value, "optimizer")
+        for tensor in _tensors(dict(self._optimizer.state)):
+            self.track(tensor, "optimizer")
 
     def restart(self) -> None:
         """Forget what was measured, but not what lives."""
@@ -309,9 +256,7 @@ class MemoryMeter(TorchDispatchMode):
         before = _Visit("forward", "", [])
         for life in self._live.values():
             life.born = 0
-            if not life.host:
-                before.events.append((life, life.nbytes))
-        self.host = Counter(self._on_host)
+            before.events.append((life, life.nbytes))
         self._visits = [before, _Visit("forward", "", [])]
 
     def moments(self) -> tuple[Moment, ...]:
@@ -341,6 +286,10 @@ class MemoryMeter(TorchDispatchMode):
         return "activations" if kept else "working memory"
 
 
+def _tensors(values: object) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
 @functools.cache
 def _holds_others(kind: type) -> bool:
     """Return whether tensors of a class do their work on tensors inside of them, as a DTensor."""
@@ -362,7 +311,6 @@ def _marked(func: Any) -> str | None:
 def _units(
     model: nn.Module, blocks: Collection[str], prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the blocks, and the largest modules that hold none."""
     for key, module in model.named_children():
         name = prefix + key
         if name not in blocks and any(block.startswith(f"{name}.") for block in blocks):

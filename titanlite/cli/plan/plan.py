@@ -63,12 +63,14 @@ def add_command(commands: Commands) -> None:
     add("--search", "propose the fastest settings that fit, as a file to lay over the config")
     add("--write", "--search: write the best settings there", "FILE", type=Path)
     add("--json", "print the plan as JSON")
-    parser.set_defaults(exact=None, search=None)
+    parser.set_defaults(exact=None, search=None, json=None)
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     if arguments.search:
-        _refuse(arguments, ("exact", "rank"), "is not for a search", "plan what it proposes")
+        _refuse(
+            arguments, ("exact", "rank", "json"), "is not for a search", "plan what it proposes"
+        )
     else:
         _refuse(arguments, ("write",), "is for a search", "give --search, too")
     file = arguments.write
@@ -102,15 +104,11 @@ def ranks_of(arguments: argparse.Namespace, config: LoadedConfig) -> int | None:
 def _searched(
     config: LoadedConfig, run: RunConfig, cluster: Cluster, arguments: argparse.Namespace
 ) -> tuple[str, int]:
-    """Search the settings of a config for a cluster."""
     from titanlite.cli.plan import search_text
     from titanlite.cli.plan.search import search
 
     result = search(config, run, cluster)
-    if arguments.json:
-        text = as_json(search_text.as_json(result))
-    else:
-        text = search_text.search_text(result, arguments.style)
+    text = search_text.search_text(result, arguments.style)
     if not result.ranked:
         return text, exit_codes.OUT_OF_MEMORY
     if arguments.write:
@@ -119,7 +117,6 @@ def _searched(
 
 
 def _planned(run: RunConfig, cluster: Cluster, arguments: argparse.Namespace) -> tuple[str, int]:
-    """Plan a run on a cluster."""
     trace = import_module("titanlite.cli.plan.trace").trace if arguments.exact else None
     plan = make_plan(run, cluster, arguments.rank, trace)
     text = as_json(plan.as_json()) if arguments.json else plan_text(plan, arguments.style)
@@ -127,9 +124,8 @@ def _planned(run: RunConfig, cluster: Cluster, arguments: argparse.Namespace) ->
 
 
 def _refuse(arguments: argparse.Namespace, names: Iterable[str], why: str, hint: str) -> None:
-    """Raise ConfigError for the first of some options that is given."""
     for name in names:
-        if getattr(arguments, name.replace("-", "_")) is not None:
+        if getattr(arguments, name) is not None:
             raise bad_flag(f"--{name}", why, hint)
 
 

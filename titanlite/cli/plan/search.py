@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from titanlite.config.loaded import LoadedConfig
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.memory import with_vocabulary
 from titanlite.plan.parts import needed_bytes
-from titanlite.plan.plan import formula, host_memory, steps_of_legs
+from titanlite.plan.plan import formula, host_memory
 from titanlite.plan.speed import Speed, predict
 from titanlite.resolve.load import resolve
 from titanlite.run.config import RunConfig
@@ -52,14 +53,17 @@ class Candidate:
     #: Key → value, where it differs from the config, in the order of files.
     changes: Mapping[str, Any]
     run: RunConfig
-    #: The speed of the run; if it has phases, of the phase with the most tokens.
+    #: The speed of the run; if it has phases, of the one with the largest steps.
     speed: Speed
-    #: Tokens per second and GPU, if the run has phases the mean over all its steps.
-    rate: float
     #: Bytes of the fullest GPU, with what lies outside of tensors, and of a host; 0: not computed
     #: yet.
     needed: int = 0
     host: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second and GPU."""
+        return self.speed.tokens_per_second
 
     @property
     def order(self) -> tuple[float, int, int]:
@@ -104,7 +108,7 @@ def search(config: LoadedConfig, run: RunConfig, cluster: Cluster, top: int = 5)
     top: how many to rank. Raises ConfigError for a model without formulas.
     """
     work = _Search(config, run, cluster)
-    base = work.weighed(work.predicted({}, work.run))
+    base = work.weighed(Candidate({}, work.run, work.speed(work.run)))
     bounds = []
     for mesh in meshes(work.run, cluster):
         # The first mode recomputes least.
@@ -137,21 +141,10 @@ class _Search:
         #: By changes; None: not valid.
         self._found: dict[frozenset[tuple[str, Any]], Candidate | None] = {}
 
-    def predicted(self, changes: Changes, run: RunConfig) -> Candidate:
-        """Return settings with their speed."""
-        legs = []
-        for first, steps in steps_of_legs(run):
-            steady = run.steady_at(first)
-            # Without a length all legs count as one step of theirs.
-            tokens = (1 if steps is None else steps) * steady.batch.tokens_per_step
-            if tokens:
-                legs.append((tokens, predict(steady, self.cluster)))
-        speed = max(legs, key=lambda leg: leg[0])[1]
-        rate = speed.tokens_per_second
-        if len(legs) > 1:
-            seconds = sum(tokens / speed.tokens_per_second for tokens, speed in legs)
-            rate = sum(tokens for tokens, _ in legs) / seconds
-        return Candidate(changes, run, speed, rate)
+    def speed(self, run: RunConfig) -> Speed:
+        """Return the speed of the largest steps of a run."""
+        first = max(run.legs, key=lambda first: run.legs[first].tokens_per_step)
+        return predict(run.steady_at(first), self.cluster)
 
     def candidate(self, changes: Mapping[str, Any]) -> Candidate | None:
         """Return the config with changes; None: it is not valid."""
@@ -162,11 +155,9 @@ class _Search:
         name = frozenset(given.items())
         if name not in self._found:
             self._found[name] = None
-            try:
+            with suppress(ConfigError):
                 run = resolve(self.config.changed(given), self.cluster.gpus)[1]
-                self._found[name] = self.predicted(given, run)
-            except ConfigError:
-                pass
+                self._found[name] = Candidate(given, run, self.speed(run))
         return self._found[name]
 
     def in_chunks(self, candidate: Candidate) -> Candidate:
@@ -207,7 +198,6 @@ class _Search:
         return found
 
     def _fastest(self, variants: Sequence[Candidate]) -> Candidate | None:
-        """Return the fastest settings that fit."""
         for whole in sorted(variants, key=_rate, reverse=True):
             in_chunks = self.in_chunks(whole)
             if self._fits(in_chunks):

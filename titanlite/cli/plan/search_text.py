@@ -1,9 +1,8 @@
-"""The result of a search as a user sees it: text, JSON, a file to lay over the config."""
+"""The result of a search as a user sees it: text, and a file to lay over the config."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 from titanlite.cli.plan.search import LEAST_GAIN, Candidate, SearchResult
 from titanlite.cli.plan.settings import SHOWN
@@ -26,28 +25,6 @@ def overlay(result: SearchResult, candidate: Candidate) -> str:
         for name in names:
             text += f"{name.split('.')[1]} = {quote(candidate.changes[name])}\n"
     return text
-
-
-def as_json(result: SearchResult) -> dict[str, Any]:
-    """Return the result as JSON has it."""
-    ranked = []
-    for candidate in result.ranked:
-        ranked.append({**_shown(candidate), "overlay": overlay(result, candidate)})
-    return {
-        "config_is_best": result.config_is_best,
-        "config": {**_shown(result.base), "fits": result.base.fits(result.cluster)},
-        "ranked": ranked,
-    }
-
-
-def _shown(candidate: Candidate) -> dict[str, Any]:
-    return {
-        "layout": candidate.layout,
-        "changes": dict(candidate.changes),
-        "tokens_per_second": candidate.rate,
-        "mfu": candidate.speed.mfu,
-        "needed_gib": candidate.needed / GIB,
-    }
 
 
 def search_text(result: SearchResult, style: Style) -> str:

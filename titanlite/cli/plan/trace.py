@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlite.assembly.model import ModelParts, build_model, build_step
 from titanlite.cli.plan.memory_meter import MemoryMeter
-from titanlite.config.errors import unfit
+from titanlite.config.errors import bad_flag, unfit
 from titanlite.data.loader import Batch
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.local import parts_of
@@ -35,12 +35,13 @@ from titanlite.features.context import attention as context_attention
 from titanlite.features.float8 import tensor as float8_tensor
 from titanlite.models import autograd, layers
 from titanlite.optim import gradients
-from titanlite.parallel import activation_checkpoint, host_memory, one_rank, tensor
-from titanlite.parallel.host_memory import HostMemory
+from titanlite.parallel import one_rank, tensor
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.plan.loss_ops import loss_of
 from titanlite.plan.parts import VOCABULARY, RankMemory
 from titanlite.run.config import RunConfig
+
+_BY_FORMULA = "plan it by formula, without --exact"
 
 
 def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
@@ -49,9 +50,12 @@ def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
     device: "cuda": as a run on GPUs chooses optimizer and offload; "cpu": as one on CPUs.
     Compiled modules run eagerly, which keeps more: the result is an upper bound.
 
-    Raises RuntimeError in a process that has a default process group: the trace makes one of its
-    own.
+    Raises ConfigError for a run that offloads to the host, and RuntimeError in a process that has a
+    default process group: the trace makes one of its own.
     """
+    if run.training.enable_cpu_offload or run.activation_checkpoint.offload:
+        message = "a trace has no host memory, and this run offloads to it"
+        raise bad_flag("--exact", message, _BY_FORMULA)
     if dist.is_initialized():
         raise RuntimeError(
             "a trace makes a process group of its own, and this process has one: take another "
@@ -59,7 +63,6 @@ def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
         )
     compiled_loss = loss_of(run).divided == "compiled"
     run = _traced(run, device)
-    offloaded = device == "cuda" and run.training.enable_cpu_offload
     with contextlib.ExitStack() as patches:
         patches.enter_context(_fake_group(run.mesh.world_size, rank, device))
         if device == "cuda":
@@ -80,13 +83,10 @@ def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
         vocabulary = run.model_args().vocab_size or VOCABULARY
         parts = build_model(run, world, vocabulary, functools.partial(_made, fake))
         with fake:
-            meter = _measure_step(run, parts, offloaded)
-    host = {part: count for part, count in meter.host.items() if count}
-    return RankMemory(rank, meter.moments(), host)
+            return RankMemory(rank, _measure_step(run, parts).moments())
 
 
 def _made(fake: FakeTensorMode, builder: ModelBuilder) -> nn.Module:
-    """Return the model, its weights without data."""
     model = builder.build_on_meta()
     with fake:
         for part in parts_of(model):
@@ -94,16 +94,12 @@ def _made(fake: FakeTensorMode, builder: ModelBuilder) -> nn.Module:
     return model
 
 
-def _measure_step(run: RunConfig, parts: ModelParts, offloaded: bool) -> MemoryMeter:
-    """Run a step that is not the first, and return its memory."""
+def _measure_step(run: RunConfig, parts: ModelParts) -> MemoryMeter:
     optimizer, step = build_step(run, parts)
     blocks = run.spec.block_names(parts.args)
     rows = _rows_to_each(run, parts.args)
-    meter = MemoryMeter(
-        parts.model, optimizer, blocks, run.spec.head, offloaded=offloaded, integer=rows
-    )
+    meter = MemoryMeter(parts.model, optimizer, blocks, run.spec.head, integer=rows)
     step.phase = meter.phase
-    reduces_each = run.training.gradient_sync == "every"
     with meter:
         # They live as long as the step.
         averages = _first_update(run, parts.model, optimizer)
@@ -111,17 +107,8 @@ def _measure_step(run: RunConfig, parts: ModelParts, offloaded: bool) -> MemoryM
             meter.track(average, "optimizer")
         step.after_update()
         batches = _batches(run)
-        if reduces_each and len(batches) > 1:
-            # A micro-batch leaves nothing but sharded gradients to the next one: only the last
-            # has to run.
-            for parameter in parts.model.parameters():
-                if not parameter.requires_grad:
-                    continue
-                parameter.grad = torch.zeros_like(parameter)
-                meter.track(parameter.grad, "gradients")
         meter.restart()
-        # All batches of a step exist, also those that are not run.
-        step(batches[-1:] if reduces_each else batches, 2, 1e-3)
+        step(batches, 2, 1e-3)
     return meter
 
 
@@ -137,8 +124,7 @@ def _rows_to_each(run: RunConfig, args: Any) -> int:
     rows, rest = divmod(tokens * getattr(args, "top_k", 1), ranks)
     if rest:
         message = f"a trace cannot divide the rows of {tokens} tokens evenly over {ranks} ranks"
-        hint = "plan it by formula, without --exact"
-        raise unfit("parallelism.expert_parallel_degree", message, hint)
+        raise unfit("parallelism.expert_parallel_degree", message, _BY_FORMULA)
     return rows if ranks > 1 else 1
 
 
@@ -220,24 +206,16 @@ def _fake_group(size: int, rank: int, device: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _like_gpu() -> Iterator[None]:
     """Inside, let the model do on CPU tensors what it does on a GPU, where the memory differs."""
-    apply_ac = activation_checkpoint.apply_ac
-
-    def offloading(model: nn.Module, names: Any, settings: Any, device: torch.device) -> list[str]:
-        return apply_ac(model, names, settings, torch.device("cuda"))
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None) -> torch.Tensor:
         # On a GPU torch makes no tensor of a `CausalBias`.
         return layers.attend(q, k, v, None if isinstance(mask, CausalBias) else mask)
 
-    stream = mock.MagicMock()
     with (
         mock.patch.object(autograd, "_RmsNorm", _FusedNorm),
         mock.patch.object(context_attention, "attend", attend),
         mock.patch.object(gradients, "_NORM_CHUNK", sys.maxsize),
         mock.patch.object(one_rank, "casts_together", lambda _: True),
-        mock.patch.object(activation_checkpoint, "apply_ac", offloading),
-        mock.patch.object(host_memory, "HostMemory", lambda _: HostMemory(torch.device("cpu"))),
-        mock.patch.multiple(torch.cuda, Stream=stream, current_stream=stream, stream=stream),
     ):
         yield
 

@@ -1,11 +1,7 @@
-"""Activations of blocks that wait in host memory for their backward: what titanlite knows of it,
-moment by moment.
+"""Activations of blocks that wait in host memory for their backward.
 
-    blocks.py        what blocks send              host_memory.py   the copies, and back
-    plan_memory.py   what that leaves on a device, for the plan
-
-The key is `activation_checkpoint.offload`. `titanlite.plan.remedies` offers it. blocks.py and
-host_memory.py need torch and are imported where they are used.
+The key is `activation_checkpoint.offload`. `titanlite.parallel.offload_blocks` sends and fetches
+them; `plan_memory.py` has what that leaves on a device.
 """
 
 from __future__ import annotations

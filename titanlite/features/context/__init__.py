@@ -1,5 +1,4 @@
-"""Context parallelism (CP), ranks that share each sequence: what titanlite knows of it, moment by
-moment.
+"""Context parallelism (CP): ranks that share each sequence.
 
     ranks.py      this rank's part of a sequence        attention.py     the blocks of a model
     loader.py     … of the batches                      plan_memory.py   what they keep and need

@@ -44,7 +44,6 @@ class ContextAttention(nn.Module):
         self.has_sinks: bool = getattr(replaced, "has_sinks", False)
 
     def _spans(self, chunk: int) -> list[tuple[int, int]]:
-        """Return for each chunk its first key and its end."""
         before = self.cp_rank.seq_len if self.window is None else self.window - 1
         spans = []
         for index in self.cp_rank.chunks:
@@ -71,7 +70,10 @@ class ContextAttention(nn.Module):
         own = self.cp_rank.part(doc_ids).chunk(2, 1)
         masks = []
         for queries, (begin, end) in zip(own, spans, strict=True):
-            masks.append(self._same_document(queries, doc_ids[:, begin:end]))
+            keys = doc_ids[:, begin:end]
+            same = queries.unsqueeze(2) == keys.unsqueeze(1)
+            seen = band(queries.size(1), keys.size(1), self.window, queries.device)
+            masks.append((same & seen).unsqueeze(1))
         early, late = masks
         return early, late
 
@@ -86,12 +88,6 @@ class ContextAttention(nn.Module):
         # cannot take them.
         with _disable_current_modes():
             return causal_lower_right(chunk, end)
-
-    def _same_document(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return [batch, 1, queries, keys] bool from the numbers of their documents."""
-        same = queries.unsqueeze(2) == keys.unsqueeze(1)
-        seen = band(queries.size(1), keys.size(1), self.window, queries.device)
-        return (same & seen).unsqueeze(1)
 
     def forward(
         self,

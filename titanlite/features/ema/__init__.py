@@ -1,14 +1,8 @@
-"""An exponential moving average of the weights (EMA): what titanlite knows of it, moment by moment.
+"""An exponential moving average of the weights (EMA): `average.py`, which needs torch and is
+imported where it is used.
 
-    average.py   the averages of a model, a callback of the run
-
-The key is `optimizer.ema_decay`. `validation.ema` and `checkpoint.export_ema` need it: those rules
-hold where it is off, so `titanlite.config.checks` has them. average.py needs torch and is imported
-where it is used.
-
-What `begin` returns is handed on: `titanlite.assembly.callbacks` lets it follow the weights,
-`titanlite.assembly.loaders` applies it while held-out texts are measured, and
-`titanlite.checkpoint` saves and loads its tensors.
+The key is `optimizer.ema_decay`. What `begin` returns follows the weights as a callback, is applied
+while held-out texts are measured, and its tensors are saved and loaded.
 """
 
 from __future__ import annotations

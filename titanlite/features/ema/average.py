@@ -19,8 +19,8 @@ from torch import nn
 from titanlite.callbacks import Callback
 from titanlite.checkpoint.loaded import average_of
 from titanlite.dist.local import local, parts_of
+from titanlite.parallel.feature_linear import weights_replaced
 from titanlite.parallel.fsdp import free_gathered
-from titanlite.parallel.own_linear import weights_replaced
 
 if TYPE_CHECKING:
     from titanlite.step import StepResult

@@ -1,5 +1,5 @@
-"""Experts: what titanlite knows of them, moment by moment. `MoELayers` is of every run of a model
-with such layers, `ExpertParallel` (EP) of one whose ranks share the experts.
+"""Experts. `MoELayers` is of every run of a model with such layers, `ExpertParallel` (EP) of one
+whose ranks share the experts.
 
     checks.py        other keys, ranks, model
     ranks.py         numbers of ranks that have experts
@@ -8,14 +8,9 @@ with such layers, `ExpertParallel` (EP) of one whose ranks share the experts.
     balance.py       biases that balance the load, moved in each step
     figures.py       load of experts and losses of routers, a callback
 
-The layers as modules, their arguments and names are in `titanlite.models.experts`, which lists its
-files. The key is `parallelism.expert_parallel_degree`; all else are arguments of a model. Files
-that need torch are imported where they are used.
-
-Elsewhere are rules about two features (`titanlite.run.interactions`, `titanlite.features.mup`)
-and tables that name experts among others: the operators of
-`titanlite.parallel.activation_checkpoint`, the biases that `titanlite.checkpoint.loaded` never
-rounds, the degrees of `titanlite.run.derive`.
+The layers as modules are in `titanlite.models.experts`. The key is
+`parallelism.expert_parallel_degree`; all else are arguments of a model. Files that need torch are
+imported where they are used.
 """
 
 from __future__ import annotations

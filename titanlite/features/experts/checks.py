@@ -38,22 +38,8 @@ def model_problems(run: RunConfig, args: Any) -> Iterator[Problem]:
             f"is {ranks}, which does not divide both {in_words(run.mesh)} = {most} "
             f"and the {experts} experts"
         )
-        yield Problem("divide", DEGREE, message, _fitting(ranks, most, experts))
-
-
-def _fitting(ranks: int, most: int, experts: int) -> str:
-    """Return a hint with the degrees that work.
-
-    ranks: the wanted degree. most: ranks that can share the experts.
-    """
-    on_these = divisors(math.gcd(most, experts))
-    if len(on_these) > 1 or experts % ranks == 0:
-        return f"these work: {', '.join(map(str, on_these))}"
-    others = divisors(experts)
-    below = [number for number in others if number < ranks][-1:]
-    above = [number for number in others if number > ranks][:1]
-    nearest = " or ".join(map(str, below + above))
-    return f"take {nearest}, the nearest that divide the experts, and as many ranks or a multiple"
+        fitting = ", ".join(map(str, divisors(math.gcd(most, experts))))
+        yield Problem("divide", DEGREE, message, f"these work: {fitting}")
 
 
 def reshard_problems(run: RunConfig, layers: Mapping[str, int]) -> Iterator[Problem]:

@@ -84,7 +84,6 @@ def apply_ep(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _whole(parameter: nn.Parameter, name: str) -> Tensor:
-    """Return a parameter as a plain tensor, of which tensor-parallel ranks have copies."""
     if not isinstance(parameter, DTensor):
         return parameter
     if not all(placement.is_replicate() for placement in parameter.placements):

@@ -11,7 +11,6 @@ from titanlite.config.errors import Problem
 from titanlite.config.rules import Rule, contains, several
 from titanlite.config.sections import AUTO_FILTER, Float8
 from titanlite.config.toml import quote
-from titanlite.dist import ParallelismError
 from titanlite.features.float8.choice import Float8Choice, name_filters
 from titanlite.models.linears import Linears, linears_of
 from titanlite.utils import counted
@@ -99,7 +98,6 @@ def problems(run: RunConfig, args: Any, choose: Choose, multiple: int) -> Iterat
 
 
 def _unknown_filters(settings: Float8, linears: Linears) -> Iterator[Problem]:
-    """Find filters that are part of no name."""
     components = [part for name in linears.sizes for part in name.split(".") if not part.isdigit()]
     hint = (
         f"parts of names are {', '.join(dict.fromkeys(components))}; the head is "
@@ -122,7 +120,6 @@ def _nothing_converted(settings: Float8, choices: Sequence[Float8Choice]) -> Ite
 
 
 def _odd_tokens(run: RunConfig, multiple: int) -> Iterator[Problem]:
-    """Check the number of tokens in a product of one rank."""
     tokens = run.tokens_at_once
     if tokens % multiple == 0:
         return
@@ -135,7 +132,6 @@ def _odd_tokens(run: RunConfig, multiple: int) -> Iterator[Problem]:
 
 
 def _uneven_rows(run: RunConfig, choices: Sequence[Float8Choice]) -> Iterator[Problem]:
-    """Check that FSDP's ranks hold equal parts of the weights that are gathered in float8."""
     shards = run.mesh.weight_shards
     odd = [one for one in choices if one.converted and one.size.out_features % shards]
     if not odd:
@@ -153,13 +149,11 @@ def machine_problems(settings: Float8) -> Iterator[Problem]:
     """Find what this machine lacks for float8 products, if they are not emulated."""
     if settings.emulate:
         return
-    from titanlite.features.float8.package import check_float8
+    from titanlite.features.float8.package import lack_of_machine
 
-    try:
-        check_float8()
-    except ParallelismError as error:
+    if lack := lack_of_machine():
         hint = (
             "set it to false; float8.emulate = true computes with the same rounded numbers in "
             "float32, which is slow and for tests"
         )
-        yield Problem("does-not-fit", ENABLE, str(error), hint)
+        yield Problem("does-not-fit", ENABLE, lack, hint)

@@ -48,8 +48,7 @@ def choose_linears(
         local = linears.on_rank(name)
         reason = "the head"
         if name != linears.head:
-            odd = _odd(local, multiple)
-            reason = _filtered(name, settings) or odd or _small(size, settings)
+            reason = _reason(name, size, local, settings, multiple)
         found.setdefault((kind_of(name), local, reason), []).append(name)
     return [
         Float8Choice(kind, tuple(names), size, reason)
@@ -57,22 +56,16 @@ def choose_linears(
     ]
 
 
-# Why a linear stays in high precision; "": it does not
-
-
-def _filtered(name: str, settings: Float8) -> str:
+def _reason(name: str, size: Size, local: Size, settings: Float8, multiple: int) -> str:
+    """Return why a linear stays in high precision; "": it does not. local: size on a rank."""
     # At any place: `layers.1` is part of `layers.1.w` and of `layers.10.w`.
     matching = [part for part in name_filters(settings) if part in name]
-    return f"filter_fqns: {', '.join(matching)}" if matching else ""
-
-
-def _odd(local: Size, multiple: int) -> str:
+    if matching:
+        return f"filter_fqns: {', '.join(matching)}"
     dimensions = {"K": local.in_features, "N": local.out_features}
     odd = [f"{which} = {n}" for which, n in dimensions.items() if n % multiple]
-    return f"{' and '.join(odd)} is not a multiple of {multiple}" if odd else ""
-
-
-def _small(size: Size, settings: Float8) -> str:
+    if odd:
+        return f"{' and '.join(odd)} is not a multiple of {multiple}"
     if min(size.in_features, size.out_features) < settings.min_features:
         return f"below min_features = {settings.min_features}"
     if AUTO_FILTER in settings.filter_fqns and too_small(size, settings.recipe_name):

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from titanlite.features.float8 import gathered, tensor
 from titanlite.features.float8.package import float8_linears, torchao
-from titanlite.parallel.own_linear import OwnLinear
+from titanlite.parallel.feature_linear import FeatureLinear
 
 #: By the first word of a recipe: inductor's options. It leaves out RMSNorm's casts to bf16 in the
 #: forward and has them in the backward. With a scale per row losses become NaN (pytorch issue
@@ -35,12 +35,9 @@ def apply_float8(
     all_gather: bool = False,
     emulate: bool = False,
 ) -> list[str]:
-    """Let the linears of these names compute in float8, in place.
+    """Let the linears of these names compute in float8, in place; return those that it has.
 
-    Return the names that this model has.
-
-    model: on the meta device. Names of other pipeline stages are skipped. Names and shapes of
-    parameters stay as they are, and so do the weights, which are in high precision.
+    model: on the meta device. Names of other pipeline stages are skipped.
     recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp" (weights' gradients in high precision).
     all_gather: FSDP gathers weights in float8. emulate: the same rounded numbers, multiplied in
     float32.
@@ -65,7 +62,7 @@ def apply_float8(
 def _linear_class() -> type[nn.Module]:
     base: Any = torchao().float8_linear.Float8Linear
 
-    class Linear(base, OwnLinear):
+    class Linear(base, FeatureLinear):
         def tensor_style(
             self, kind: str, output: Placement, mesh: DeviceMesh
         ) -> ParallelStyle | None:

@@ -13,24 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanlite.dist import ParallelismError
-
 #: The first with float8 products: Ada and Hopper.
 _CAPABILITY = (8, 9)
 
 
-def check_float8() -> None:
-    """Raise ParallelismError unless this machine has float8 products and packages that store them
-    right.
-
-    It needs no process group.
-    """
+def lack_of_machine() -> str:
+    """Return why this machine, or its packages, have no right float8 products; "": they have."""
     if not torch.cuda.is_available():
-        raise ParallelismError("a CPU has no float8 products")
+        return "a CPU has no float8 products"
     capability = torch.cuda.get_device_capability()
     if torch.version.hip is None and capability < _CAPABILITY:
         version = ".".join(map(str, capability))
-        raise ParallelismError(
+        return (
             f"{torch.cuda.get_device_name()} has compute capability {version}, and float8 "
             "products need 8.9"
         )
@@ -38,10 +32,11 @@ def check_float8() -> None:
     of_torchao = metadata.version("torchao")
     if release(of_torch) >= (2, 14) and release(of_torchao) < (0, 18):
         # triton issue 11111: inductor of torch 2.14 meets it, and torchao 0.18 avoids it.
-        raise ParallelismError(
+        return (
             f"torch {of_torch} stores compiled float8 values wrong, and torchao {of_torchao} does "
             "not prevent it: pip install 'torchao>=0.18'"
         )
+    return ""
 
 
 def release(version: str) -> tuple[int, ...]:

@@ -1,8 +1,7 @@
-"""Low-rank adapters beside frozen weights (LoRA, Hu et al. 2021, arXiv:2106.09685): what titanlite
-knows of them, moment by moment.
+"""Low-rank adapters beside frozen weights (LoRA, Hu et al. 2021, arXiv:2106.09685).
 
     settings.py  which linears, by what factor           checks.py   other keys, model, ranks
-    modules.py   the linears of a model                  products.py what an adapter computes
+    modules.py   the linears of a model
     base.py      the frozen weights of a run, by hash    digests.py  those hashes
     source.py    adapters and their base as one model    peft.py     PEFT's files
     plan_memory.py, plan_speed.py   what its products keep, need and cost
@@ -15,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from titanlite.config.errors import Problem
 from titanlite.config.rules import broken_rules
@@ -112,9 +113,8 @@ class LoraFeature(Feature):
 
     def checkpoint(self, section: Checkpoint) -> Checkpoint:
         """Return the section by which a run saves and loads its adapters."""
-        from titanlite.features.lora.base import adapters_section
-
-        return adapters_section(section, self.section.adapter)
+        # `initial_load_path` names the frozen weights.
+        return replace(section, initial_load_path=self.section.adapter, initial_load_in_hf=False)
 
     # The start report
 

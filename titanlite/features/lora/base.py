@@ -71,10 +71,3 @@ def place_of(folder: AnyPath) -> str:
     if isinstance(folder, StorePath):
         return public(str(folder))
     return os.path.abspath(folder)
-
-
-def adapters_section(section: Checkpoint, adapter: str | None) -> Checkpoint:
-    """Return the section by which a run looks for adapters, where `initial_load_path` names the
-    frozen weights.
-    """
-    return replace(section, initial_load_path=adapter, initial_load_in_hf=False)

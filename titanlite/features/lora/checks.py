@@ -17,7 +17,6 @@ from titanlite.features.lora.settings import (
     is_target,
     names_at_hf,
 )
-from titanlite.models.linears import kind_of
 from titanlite.models.spec import names_like
 
 if TYPE_CHECKING:
@@ -74,12 +73,8 @@ def problems(run: RunConfig, args: Any) -> Iterator[Problem]:
     args = replace(args, vocab_size=args.vocab_size or 1)
     sizes = candidates(run.spec, args)
     theirs = names_at_hf(run.spec, args)
-    words: dict[str, None] = {}
-    for name in sizes:
-        words[kind_of(name).rpartition(".")[2]] = None
-    for name in sizes:
-        if theirs.get(name, name) != name:
-            words[theirs[name].rpartition(".")[2]] = None
+    known = [*sizes, *(theirs[name] for name in sizes if name in theirs)]
+    words = dict.fromkeys(name.rpartition(".")[2] for name in known)
     for entry in run.lora.targets:
         if any(is_target(entry, name, theirs.get(name, "")) for name in sizes):
             continue

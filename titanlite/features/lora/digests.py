@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-#: Numbers that are hashed at a time: their words take twice their bytes in bfloat16.
-_AT_ONCE = 1 << 24
+#: Numbers that are hashed at a time: they take 16 bytes each.
+_AT_ONCE = 1 << 22
 #: Odd factors of splitmix64, as signed integers.
 _ROW = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -79,7 +79,6 @@ def _counts_here(tensor: Tensor) -> bool:
 
 
 def _part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
-    """Return this rank's part, where it begins, and the shape of the whole."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * len(shape), shape
@@ -122,25 +121,16 @@ def _matrices(
 
 def _sum_of_rows(piece: Tensor, first: int, column: int) -> int:
     bits = piece.detach().to(torch.bfloat16).contiguous().view(torch.int16)
-    width = bits.shape[1]
-    device = bits.device
-    if column % _WORD == 0 and width % _WORD == 0:
-        # Four numbers are one word of 64 bits.
-        words = bits.view(torch.int64)
-        places = torch.arange(column // _WORD, (column + width) // _WORD, device=device)
-        factors = _mixed(places, _COLUMN)
-    else:
-        words = bits.to(torch.int64).bitwise_and_(0xFFFF)
-        places = torch.arange(column, column + width, device=device)
-        shifts = places % _WORD * 16
-        factors = _mixed(places // _WORD, _COLUMN) << shifts
+    words = bits.to(torch.int64).bitwise_and_(0xFFFF)
+    places = torch.arange(column, column + bits.shape[1], device=bits.device)
+    # Four neighbours have one factor, as the 16 bits each of one number of 64.
+    factors = _mixed(places // _WORD, _COLUMN) << (places % _WORD * 16)
     sums = (words * factors).sum(1)
-    rows = torch.arange(first, first + len(sums), device=device)
+    rows = torch.arange(first, first + len(sums), device=bits.device)
     return int((sums * _mixed(rows, _ROW)).sum())
 
 
 def _mixed(places: Tensor, factor: int) -> Tensor:
-    """Return an odd number of 64 bits for each place."""
     mixed = (places + 1) * factor
     mixed = (mixed ^ (mixed >> 29)) * _MIX
     return mixed ^ (mixed >> 32) | 1

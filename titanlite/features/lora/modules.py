@@ -13,14 +13,14 @@ import functools
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.checkpoint.storage import adapter_names
-from titanlite.features.lora.products import added
 from titanlite.features.lora.settings import DOWN, UP, Adapters
+from titanlite.parallel.feature_linear import FeatureLinear
 from titanlite.parallel.fsdp_private import prefetched_in_backward, shares_group
-from titanlite.parallel.own_linear import OwnLinear
 
 
 def add_adapters(
@@ -97,10 +97,9 @@ def _adapt(linear: nn.Linear, adapters: Adapters, dropout: float, dtype: torch.d
 # One class for all linears of a kind: `torch.compile` compiles each class again.
 @functools.cache
 def _adapted(cls: type[nn.Linear]) -> type[nn.Linear]:
-    """Return a subclass of linears that adds scale * B A x to their outputs."""
     base: Any = cls
 
-    class Adapted(base, OwnLinear):
+    class Adapted(base, FeatureLinear):
         adapters = (DOWN, UP)
         scale: float
         dropout: float
@@ -110,8 +109,12 @@ def _adapted(cls: type[nn.Linear]) -> type[nn.Linear]:
         def forward(self, x: Tensor) -> Tensor:
             # The base may not change its input: gradients of both need it.
             whole = super().forward(x)
-            rate = self.dropout if self.training else 0.0
-            return cast(Tensor, whole + added(x, self.lora_a, self.lora_b, self.scale, rate))
+            if self.dropout and self.training:
+                # It keeps a byte for each number, on CPUs too.
+                x = torch.native_dropout(x, self.dropout, True)[0]
+            # The factor is applied where rows are shortest.
+            added = F.linear(F.linear(x, self.lora_a) * self.scale, self.lora_b)
+            return cast(Tensor, whole + added)
 
     Adapted.__name__ = Adapted.__qualname__ = f"Adapted{cls.__name__}"
     return Adapted

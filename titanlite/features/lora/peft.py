@@ -71,7 +71,10 @@ def open_peft(path: Path, spec: ModelSpec, args: Any) -> Weights:
     file = path / PEFT_FILE
     if not file.is_file():
         raise CheckpointError(f"{file} is missing: save the adapters with safe_serialization=True")
-    ours = _our_names(spec, args)
+    ours = {}
+    for name, theirs in names_at_hf(spec, args).items():
+        for leaf, matrix in _MATRICES.items():
+            ours[f"{_PREFIX}{theirs}.{matrix}"] = f"{name}.{leaf}"
     handle = open_safetensors(file)
     parts: dict[str, list[Part]] = {}
     for name in sorted(handle.keys()):
@@ -90,7 +93,6 @@ def open_peft(path: Path, spec: ModelSpec, args: Any) -> Weights:
 
 
 def _settings(file: AnyPath) -> tuple[int, float, bool]:
-    """Return rank, alpha and rslora of adapter_config.json. Raises CheckpointError."""
     content = read_json(file)
     try:
         if content.get("peft_type") != "LORA":
@@ -112,15 +114,6 @@ def _settings(file: AnyPath) -> tuple[int, float, bool]:
         return rank, alpha, entry_of(content, "use_rslora", bool, False)
     except ValueError as error:
         raise CheckpointError(f"{file} cannot be used: {error}") from None
-
-
-def _our_names(spec: ModelSpec, args: Any) -> dict[str, str]:
-    """Return PEFT's name → ours, of the adapters that a model could have."""
-    found = {}
-    for ours, theirs in names_at_hf(spec, args).items():
-        for leaf, matrix in _MATRICES.items():
-            found[f"{_PREFIX}{theirs}.{matrix}"] = f"{ours}.{leaf}"
-    return found
 
 
 def _sizes(file: AnyPath, weights: Weights, rank: int) -> dict[str, Size]:
@@ -185,7 +178,6 @@ def save_peft(
 
 
 def _config(adapters: Adapters, names: Mapping[str, str], base: str) -> dict[str, Any]:
-    """Return the content of adapter_config.json."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

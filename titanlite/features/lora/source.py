@@ -61,7 +61,6 @@ def of_peft(path: AnyPath, spec: Any, args: Any) -> AdapterFiles:
 
 
 def _adapters(record: Mapping[str, Any], shape: Callable[[str], Sequence[int]]) -> Adapters:
-    """Return the adapters of a record. shape: of a parameter, by its name."""
     sizes = {}
     for name in texts_of(record, "targets"):
         sizes[name] = Size(shape(f"{name}.{DOWN}")[1], shape(f"{name}.{UP}")[0])

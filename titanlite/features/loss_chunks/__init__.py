@@ -1,4 +1,4 @@
-"""The loss in chunks of the tokens: what titanlite knows of it, moment by moment.
+"""The loss in chunks of the tokens.
 
     head.py          a head that computes the loss too, and its way under tensor parallelism
     plan_memory.py   what head and loss keep and need, for the plan

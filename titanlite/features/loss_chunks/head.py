@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from titanlite.loss import LossFunction
-from titanlite.parallel.own_linear import OwnLinear
+from titanlite.parallel.feature_linear import FeatureLinear
 
 
 def chunk_head(model: nn.Module, chunks: int, head_name: str = "output") -> None:
@@ -60,7 +60,7 @@ def chunk_head(model: nn.Module, chunks: int, head_name: str = "output") -> None
     model.loss_chunks = chunks  # type: ignore[assignment]
 
 
-class ChunkedHead(nn.Linear, OwnLinear):
+class ChunkedHead(nn.Linear, FeatureLinear):
     """A head that computes the loss too. Made of a linear by `chunk_head`."""
 
     chunks: int

@@ -1,4 +1,4 @@
-"""Matrix products in MXFP8, through torchao: what titanlite knows of them beyond float8.
+"""Matrix products in MXFP8, through torchao: what differs from float8.
 
     checks.py    other keys, model     convert.py   the linears of a model
     package.py   torchao, and what it needs of the machine

@@ -15,17 +15,15 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from titanlite.dist import ParallelismError
 from titanlite.features.mx.checks import DIVIDED
 from titanlite.features.mx.package import Product, product
-from titanlite.parallel.own_linear import OwnLinear
+from titanlite.parallel.feature_linear import FeatureLinear
 
 
 def apply_mx(model: nn.Module, names: Sequence[str], recipe: str, *, emulate: bool) -> list[str]:
-    """Let the linears of these names compute in MXFP8, in place.
+    """Let the linears of these names compute in MXFP8, in place; return those that it has.
 
-    Return the names that this model has.
-
-    model: on the meta device. Names of other pipeline stages are skipped. Parameters stay as they
-    are. recipe: "mxfp8" or "mxfp8_floor". emulate: the same rounded numbers, multiplied in the
-    dtype of the activations. Raises ParallelismError for a module that is no plain linear.
+    model: on the meta device. Names of other pipeline stages are skipped. recipe: "mxfp8" or
+    "mxfp8_floor". emulate: the same rounded numbers, multiplied in the dtype of the activations.
+    Raises ParallelismError for a module that is no plain linear.
     """
     modules = dict(model.named_modules())
     found = [name for name in names if name in modules]
@@ -39,7 +37,7 @@ def apply_mx(model: nn.Module, names: Sequence[str], recipe: str, *, emulate: bo
     return found
 
 
-class MXLinear(nn.Linear, OwnLinear):
+class MXLinear(nn.Linear, FeatureLinear):
     """A linear whose three products are of numbers in MXFP8.
 
     Numbers are rounded in blocks of 32 along the dimension that the product sums over.

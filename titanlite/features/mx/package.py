@@ -14,7 +14,6 @@ from torch import Tensor
 
 from titanlite.config.errors import Problem
 from titanlite.config.sections import Float8
-from titanlite.dist import ParallelismError
 from titanlite.features.float8.checks import ENABLE, RECIPE
 from titanlite.features.float8.package import release, torchao
 from titanlite.features.mx.checks import BLOCK
@@ -32,54 +31,38 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 def machine_problems(settings: Float8) -> Iterator[Problem]:
     """Find what this machine, or the torchao on it, lacks for MX products."""
-    try:
-        check_torchao()
-    except ParallelismError as error:
-        yield Problem("does-not-fit", RECIPE, str(error), "take another recipe, or update torchao")
-        return
-    if settings.emulate:
-        return
-    try:
-        check_machine()
-    except ParallelismError as error:
+    found = metadata.version("torchao")
+    if release(found) < _TORCHAO:
+        message = f"MXFP8 needs torchao 0.18 or later; this is torchao {found}"
+        hint = "pip install 'torchao>=0.18', or take another recipe"
+        yield Problem("does-not-fit", RECIPE, message, hint)
+    elif not settings.emulate and (lack := lack_of_machine()):
         hint = (
             f"take another recipe, or set {ENABLE} to false; float8.emulate = true computes with "
             "the same rounded numbers in high precision, which is slow and for tests"
         )
-        yield Problem("does-not-fit", RECIPE, str(error), hint)
+        yield Problem("does-not-fit", RECIPE, lack, hint)
 
 
-def check_torchao() -> None:
-    """Raise ParallelismError unless the installed torchao has MX products for training."""
-    found = metadata.version("torchao")
-    if release(found) < _TORCHAO:
-        raise ParallelismError(
-            f"MXFP8 needs torchao 0.18 or later; this is torchao {found}: "
-            "pip install 'torchao>=0.18'"
-        )
-
-
-def check_machine() -> None:
-    """Raise ParallelismError unless this machine has MX units and kernels that feed them.
-
-    It needs no process group.
-    """
+def lack_of_machine() -> str:
+    """Return why this machine has no MX units, or no kernels that feed them; "": it has both."""
     if not torch.cuda.is_available():
-        raise ParallelismError("a CPU has no MXFP8 products")
+        return "a CPU has no MXFP8 products"
     if torch.version.hip is not None:
-        raise ParallelismError("MXFP8 products of AMD GPUs are not supported")
+        return "MXFP8 products of AMD GPUs are not supported"
     capability = torch.cuda.get_device_capability()
     if capability[0] != _MAJOR_CAPABILITY:
         version = ".".join(map(str, capability))
-        raise ParallelismError(
+        return (
             f"{torch.cuda.get_device_name()} has compute capability {version}, and torchao's "
             "kernels for MXFP8 need 10.0 to 10.9"
         )
     if not _has_kernels():
-        raise ParallelismError(
+        return (
             f"torchao {metadata.version('torchao')} has no kernels for MXFP8 with this torch: they "
             "need CUDA 12.8 or later and triton"
         )
+    return ""
 
 
 def _has_kernels() -> bool:

@@ -1,5 +1,4 @@
-"""Pipeline parallelism (PP), ranks that hold some of the layers each: what titanlite knows of it,
-moment by moment.
+"""Pipeline parallelism (PP): ranks that hold some of the layers each.
 
     cut.py      defaults, notes, sizes of a run         checks.py   other keys, ranks, model
     split.py    where a model is cut                    stages.py   the stages of a rank as a model
@@ -13,7 +12,6 @@ used.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from titanlite.config.errors import Problem
@@ -107,29 +105,11 @@ class PipelineParallel(Feature):
 
     def runner(self, builder: ModelBuilder, model: nn.Module, loss: LossFunction) -> Pipeline:
         """Return what runs a `PipelineModel` that `build` has made, in batches of the run."""
-        from titanlite.features.pipeline.runner import MicroBatchShape, Pipeline, positions_on
+        from titanlite.features.pipeline.runner import Pipeline
         from titanlite.features.pipeline.stages import PipelineModel
 
-        run = builder.run
-        shape = MicroBatchShape(
-            rows=run.batch.micro_batch_size // self.microbatches,
-            seq_len=run.rank_len,
-            hidden_len=run.rank_len // builder.tp,
-            dim=builder.args.dim,
-            vocab=builder.args.vocab_size,
-            dtype=builder.param_dtype,
-        )
-        return Pipeline(
-            cast(PipelineModel, model),
-            self.schedule,
-            shape,
-            self.microbatches,
-            run.batch.accumulation,
-            builder.device,
-            loss,
-            # Hidden states have fewer positions than tokens.
-            partial(positions_on, builder) if builder.tp > 1 else None,
-        )
+        stages = cast(PipelineModel, model)
+        return Pipeline(builder, stages, self.schedule, self.microbatches, loss)
 
     # The start report
 

@@ -53,7 +53,6 @@ def rank_problems(d: Config, run: RunConfig) -> Iterator[Problem]:
 
 
 def _point_problems(schedule: str, points: int, run: RunConfig) -> Iterator[Problem]:
-    """Check that split points make as many stages as the schedule has."""
     degree = run.mesh.pipeline
     stages = run.pipeline.stages
     kind = SCHEDULES[schedule].stages

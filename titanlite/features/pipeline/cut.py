@@ -5,7 +5,6 @@ Here nothing is checked: `titanlite.features.pipeline.checks` tells what does no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace as replace_fields
@@ -29,8 +28,8 @@ class Cut(NamedTuple):
     stages: int
     microbatches: int
     #: How the numbers came about, and what a user should know.
-    notes: tuple[str, ...]
-    warnings: tuple[str, ...]
+    notes: list[str]
+    warnings: list[str]
 
 
 def cut_run(d: Config, microbatches: int, mesh: MeshSizes, batch: BatchSizes) -> Cut:
@@ -47,32 +46,25 @@ def cut_run(d: Config, microbatches: int, mesh: MeshSizes, batch: BatchSizes) ->
     training = d.training
     if reshard == "default":
         training = replace_fields(training, reshard_after_forward="never")
+    notes = [
+        f"pipeline micro-batches per step = {microbatches * batch.accumulation}: {microbatches} "
+        f"of each batch of {batch.micro_batch_size} sequences * accumulation {batch.accumulation}"
+    ]
+    warnings = []
+    if mesh.weight_shards > 1 and reshard == "default":
+        notes.append(
+            "weights stay gathered for the whole step: each pipeline micro-batch would gather "
+            "them again"
+        )
+    elif mesh.weight_shards > 1 and reshard != "never":
+        warnings.append(
+            f"training.reshard_after_forward = {quote(reshard)} gathers the weights again for "
+            "each pipeline micro-batch"
+        )
     return Cut(
         replace_fields(d, experimental=experimental, training=training),
         stage_count(schedule, mesh.pipeline, points),
         microbatches,
-        tuple(_notes(microbatches, reshard, mesh, batch)),
-        tuple(_warnings(reshard, mesh)),
+        notes,
+        warnings,
     )
-
-
-def _notes(
-    microbatches: int, reshard: str | int, mesh: MeshSizes, batch: BatchSizes
-) -> Iterator[str]:
-    yield (
-        f"pipeline micro-batches per step = {microbatches * batch.accumulation}: {microbatches} "
-        f"of each batch of {batch.micro_batch_size} sequences * accumulation {batch.accumulation}"
-    )
-    if mesh.weight_shards > 1 and reshard == "default":
-        yield (
-            "weights stay gathered for the whole step: each pipeline micro-batch would gather "
-            "them again"
-        )
-
-
-def _warnings(reshard: str | int, mesh: MeshSizes) -> Iterator[str]:
-    if mesh.weight_shards > 1 and reshard not in ("default", "never"):
-        yield (
-            f"training.reshard_after_forward = {quote(reshard)} gathers the weights again for "
-            "each pipeline micro-batch"
-        )

@@ -1,13 +1,12 @@
 """Runs the stages of a `PipelineModel` by a schedule of `torch.distributed.pipelining`.
 
-pipeline = Pipeline(model, "1F1B", shape, microbatches, accumulation, device, loss)
+pipeline = Pipeline(builder, model, "1F1B", microbatches, loss)
 share = pipeline.forward_backward(micro_batches, tokens)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,73 +25,44 @@ if TYPE_CHECKING:
     from titanlite.parallel.parallelize import ModelBuilder
 
 
-@dataclass(frozen=True)
-class MicroBatchShape:
-    """The shapes of one pipeline micro-batch on one rank."""
-
-    #: Sequences.
-    rows: int
-    #: Tokens of each sequence at the input of the first stage.
-    seq_len: int
-    #: Positions of each sequence in the hidden states between stages: fewer where ranks share a
-    #: sequence.
-    hidden_len: int
-    dim: int
-    vocab: int
-    #: Of the hidden states and their gradients.
-    dtype: torch.dtype
-
-    def hidden(self, rows: int, seq_len: int, device: torch.device | str) -> Tensor:
-        """Return an empty tensor for the hidden states of `rows` sequences of `seq_len` tokens
-        between stages.
-        """
-        length = seq_len * self.hidden_len // self.seq_len
-        return torch.empty(rows, length, self.dim, dtype=self.dtype, device=device)
-
-
 class Pipeline:
     """Runs the stages of a `PipelineModel` by a schedule.
 
     All ranks of the pipeline call the same methods.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
+        builder: ModelBuilder,
         model: PipelineModel,
         schedule: str,
-        shape: MicroBatchShape,
         microbatches: int,
-        accumulation: int,
-        device: torch.device,
         loss: LossFunction,
-        positions: Callable[[int], Tensor] | None = None,
     ) -> None:
-        """schedule: a name of `titanlite.parallel.schedules.SCHEDULES`.
+        """builder: has made the model.
 
-        microbatches: pieces of each micro-batch. accumulation: micro-batches per step. All pieces
-        of a step go through one run of the schedule. So ranks wait once per step for the pipeline
-        to fill and to drain. loss: summed over tokens. positions: tokens per sequence on this rank
-        → their places in it, [that many] int64; needed where hidden states have another length.
+        schedule: a name of `titanlite.parallel.schedules.SCHEDULES`. microbatches: pieces of each
+        micro-batch. All pieces of a step go through one run of the schedule. So ranks wait once per
+        step for the pipeline to fill and to drain. loss: summed over tokens.
         """
+        run = builder.run
+        self._builder = builder
         self._model = model
         self._name = schedule
-        self._shape = shape
-        self._device = device
+        self._device = builder.device
         self._loss = loss
         self._microbatches = microbatches
-        self._positions = positions
-        self._tokens = torch.ones((), dtype=torch.float32, device=device)
+        self._tokens = torch.ones((), dtype=torch.float32, device=self._device)
         count = len(model.layout.stages)
         self._has_first = 0 in model.stages
         self._has_last = count - 1 in model.stages
         #: The last stage takes labels and returns the loss.
         self._chunked = self._has_last and in_chunks(model.stages[count - 1])
-        self.resize(accumulation, shape.seq_len)
+        self.resize(run.batch.accumulation, run.rank_len)
 
     def resize(self, accumulation: int, seq_len: int) -> None:
         """Run steps of so many micro-batches from now on. seq_len: tokens of a row on this rank."""
-        hidden_len = seq_len * self._shape.hidden_len // self._shape.seq_len
-        self._shape = replace(self._shape, seq_len=seq_len, hidden_len=hidden_len)
+        self._seq_len = seq_len
         # It loads the compiler.
         from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -111,10 +81,12 @@ class Pipeline:
         """Make a stage of known shapes, so that torch does not run the model once to infer them."""
         from torch.distributed.pipelining import PipelineStage
 
-        shape = self._shape
-        tokens = torch.empty(shape.rows, shape.seq_len, dtype=torch.int64, device="meta")
-        hidden = shape.hidden(shape.rows, shape.seq_len, "meta")
-        logits = torch.empty(*tokens.shape, shape.vocab, dtype=shape.dtype, device="meta")
+        builder = self._builder
+        rows = builder.run.batch.micro_batch_size // self._microbatches
+        tokens = torch.empty(rows, self._seq_len, dtype=torch.int64, device="meta")
+        hidden = self._hidden(tokens, "meta")
+        vocab = builder.args.vocab_size
+        logits = torch.empty(*tokens.shape, vocab, dtype=builder.param_dtype, device="meta")
         loss = torch.empty((), device="meta")
         taken = tokens if number == 0 else hidden.clone().requires_grad_()
         made = hidden.clone()
@@ -130,8 +102,16 @@ class Pipeline:
             group=self._model.pipeline_group,
         )
 
+    def _hidden(self, tokens: Tensor, device: torch.device | str) -> Tensor:
+        """Return an empty tensor for the hidden states of tokens [rows, seq] between stages.
+
+        Ranks of tensor parallelism divide the sequence there.
+        """
+        rows, seq_len = tokens.shape
+        shape = (rows, seq_len // self._builder.tp, self._builder.args.dim)
+        return torch.empty(shape, dtype=self._builder.param_dtype, device=device)
+
     def _loss_share(self, output: Tensor, labels: Tensor) -> Tensor:
-        """Return a piece's share of the step's loss, from the output of the last stage."""
         return self._loss_of(output, labels, self._loss) / self._tokens
 
     def _loss_of(self, output: Tensor, labels: Tensor, loss: LossFunction) -> Tensor:
@@ -164,7 +144,7 @@ class Pipeline:
         rows = sum(len(b.tokens) for b in micro_batches)
         parts = [b.documents for b in micro_batches if b.documents is not None]
         documents = torch.cat(parts) if parts else None
-        keywords = self._keywords(rows, self._shape.seq_len, labels, documents, self._loss)
+        keywords = self._keywords(rows, self._seq_len, labels, documents, self._loss)
         self._schedule.step(*inputs, target=labels, losses=losses, return_outputs=False, **keywords)
         if not losses:
             return torch.zeros((), device=self._device)
@@ -220,7 +200,7 @@ class Pipeline:
         else:
             # Post all receives before the stage's first send: ranks that each wait in a send would
             # deadlock.
-            buffers = [self._shape.hidden(len(t), t.size(1), self._device) for t in tokens]
+            buffers = [self._hidden(piece, self._device) for piece in tokens]
             source = self._rank_of(number - 1)
             group = self._model.pipeline_group
             works = [dist.irecv(buffer, source, group) for buffer in buffers]
@@ -230,7 +210,6 @@ class Pipeline:
                 yield buffer
 
     def _rank_of(self, number: int) -> int:
-        """Return the global rank that holds a stage."""
         return dist.get_global_rank(self._model.pipeline_group, self._model.layout.ranks[number])
 
     def _keywords(
@@ -241,20 +220,15 @@ class Pipeline:
         documents: Tensor | None,
         loss: LossFunction,
     ) -> dict[str, Any]:
-        """Return the keyword arguments for all stages of this rank; only the last one uses the
-        labels.
-        """
         keywords: dict[str, Any] = {"labels": labels, "loss": loss} if self._chunked else {}
         if documents is not None:
             keywords["doc_ids"] = documents  # they tell positions too
-        elif self._positions is not None:
-            keywords["positions"] = self._positions(seq_len).expand(rows, -1)
+        elif self._builder.tp > 1:
+            # Hidden states have fewer positions than tokens.
+            run = self._builder.run
+            places = torch.arange(seq_len * run.mesh.context, device=self._device)
+            context = run.features.context
+            if context is not None:
+                places = context.part(places, self._builder.mesh)
+            keywords["positions"] = places.expand(rows, -1)
         return keywords
-
-
-def positions_on(builder: ModelBuilder, rank_len: int) -> Tensor:
-    """Return the places in the sequence of this rank's `rank_len` tokens, int64."""
-    run = builder.run
-    everywhere = torch.arange(rank_len * run.mesh.context, device=builder.device)
-    context = run.features.context
-    return everywhere if context is None else context.part(everywhere, builder.mesh)

@@ -82,7 +82,7 @@ def split_stages(
 
 
 def _named_cuts(names: Sequence[str], points: Sequence[str]) -> list[int]:
-    cuts: list[int] = []
+    cuts = [0]
     for point in points:
         if point not in names:
             close = "".join(f" (did you mean {name}?)" for name in nearest(point, names))
@@ -91,16 +91,13 @@ def _named_cuts(names: Sequence[str], points: Sequence[str]) -> list[int]:
                 f"{names[1]} to {names[-3]}, {', '.join(names[-2:])}"
             )
         cut = names.index(point)
-        if cut == 0:
+        if cut <= cuts[-1]:
             raise ParallelismError(
-                f"the first stage starts at {point} anyway: name the modules that start the others"
-            )
-        if cuts and cut <= cuts[-1]:
-            raise ParallelismError(
-                f"{point} comes after {names[cuts[-1]]}, but the model runs it before: sort them"
+                f"{point} does not come after {names[cuts[-1]]}, where the stage before it starts: "
+                "name the modules that start all stages but the first, in the order they run"
             )
         cuts.append(cut)
-    return cuts
+    return cuts[1:]
 
 
 def balance_stages(costs: Sequence[Cost], stages: int) -> list[int]:

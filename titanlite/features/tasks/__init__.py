@@ -57,16 +57,17 @@ class TaskEvaluation(Feature):
         Raises ConfigError for tasks that cannot be loaded, or cannot run beside training.
         """
         found: list[HarnessTask] = []
-        share("the tasks", lambda: found.extend(self._loaded()))
+
+        def load() -> None:
+            import datasets
+
+            logging.getLogger(HARNESS).setLevel(logging.ERROR)
+            datasets.disable_progress_bars()
+            s = self.section
+            found.extend(load_tasks(s.tasks, s.include_path, s.num_fewshot, s.limit))
+
+        share("the tasks", load)
         return found
-
-    def _loaded(self) -> Iterable[HarnessTask]:
-        import datasets
-
-        logging.getLogger(HARNESS).setLevel(logging.ERROR)
-        datasets.disable_progress_bars()
-        section = self.section
-        return load_tasks(section.tasks, section.include_path, section.num_fewshot, section.limit)
 
     # The run
 

@@ -9,7 +9,7 @@ import importlib.util
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,20 +38,10 @@ class HarnessTask:
     """
 
     name: str
-    manager: Any
+    #: What the harness has loaded.
+    loaded: dict[str, Any]
     num_fewshot: int | None = None
     limit: int | None = None
-    #: What the harness has loaded; empty until then.
-    loaded: dict[str, Any] = field(default_factory=dict)
-
-    def load(self) -> None:
-        """Load the task with its data; raise what the harness raises."""
-        with _seeded():
-            self.loaded = self.manager.load(self.manager.match_tasks([self.name]))
-
-    @property
-    def _tasks(self) -> list[Any]:
-        return list(self.loaded.get("tasks", {}).values())
 
     def run(self, scorer: RankScorer) -> dict[str, float]:
         """Return the figures; those of a task within a group or tag have its name before them."""
@@ -72,8 +62,13 @@ class HarnessTask:
 
         from titanlite.features.tasks.harness_model import HarnessModel
 
-        for task in self._tasks:
-            self._set_examples(task)
+        for task in self.loaded["tasks"].values():
+            # As the harness's own command: a task that says 0 keeps it, one without a number has
+            # none.
+            own = task.get_config("num_fewshot")
+            if own is None or (self.num_fewshot is not None and own != 0):
+                task.set_config(key="num_fewshot", value=self.num_fewshot or 0)
+            task.set_fewshot_seed(seed=_FEWSHOT_SEED)
         with _seeded():
             found: dict[str, Any] = evaluate(
                 HarnessModel(scorer),
@@ -83,16 +78,6 @@ class HarnessTask:
                 log_samples=False,
             )
         return found
-
-    def _set_examples(self, task: Any) -> None:
-        """Set the number of examples before a question, and the generator that chooses them.
-
-        As the harness's own command: a task that says 0 keeps it, one without a number has none.
-        """
-        own = task.get_config("num_fewshot")
-        if own is None or (self.num_fewshot is not None and own != 0):
-            task.set_config(key="num_fewshot", value=self.num_fewshot or 0)
-        task.set_fewshot_seed(seed=_FEWSHOT_SEED)
 
 
 def load_tasks(
@@ -123,16 +108,18 @@ def load_tasks(
             hint = "`lm_eval ls tasks` lists them; an include path adds yours"
             problems.append(Problem("unknown-value", key, message, hint))
     refuse(problems)
-    found = [HarnessTask(name, manager, num_fewshot, limit) for name in names]
-    for task in found:
+    found = []
+    for name in names:
         try:
-            task.load()
-            if any(one.OUTPUT_TYPE == "generate_until" for one in task.loaded["tasks"].values()):
-                message = f"the task {task.name} continues texts, one token after the other"
+            with _seeded():
+                loaded = manager.load(manager.match_tasks([name]))
+            found.append(HarnessTask(name, loaded, num_fewshot, limit))
+            if any(one.OUTPUT_TYPE == "generate_until" for one in loaded["tasks"].values()):
+                message = f"the task {name} continues texts, one token after the other"
                 hint = "`titanlite export`, and `lm_eval --model vllm` (docs/evaluation.md)"
                 problems.append(Problem("conflict", key, message, hint))
         except Exception as error:
-            message = f"the task {task.name} cannot be loaded: {type(error).__name__}: {error}"
+            message = f"the task {name} cannot be loaded: {type(error).__name__}: {error}"
             hint = (
                 "correct its file; without a network its data must be in the cache "
                 "(docs/evaluation.md)"
@@ -143,7 +130,6 @@ def load_tasks(
 
 
 def _figures(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield names and values: `acc` of the harness's `acc,none`, else with the name of a filter."""
     for key, value in row.items():
         metric, _, kept = key.partition(",")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

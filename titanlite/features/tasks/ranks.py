@@ -85,7 +85,11 @@ class RankScorer(Scorer):
         found: list[list[float]] = []
         at_once = _PASSES * self.place.ranks
         for begin in range(0, len(batches), at_once):
-            work = [_compact(batch) for batch in batches[begin : begin + at_once]]
+            work = []
+            for batch in batches[begin : begin + at_once]:
+                # As arrays, which are small to send.
+                rows = [Row(np.asarray(row.ids, dtype=np.int32), row.asked) for row in batch]
+                work.append(rows)
             self._send("score", work)
             found += self._score(work)
         return found
@@ -115,7 +119,6 @@ class RankScorer(Scorer):
     # All ranks together
 
     def _send(self, kind: str, work: Any) -> tuple[str, Any]:
-        """Return on all ranks what rank 0 gives."""
         message = [(kind, work)]
         with self._noted():
             dist.broadcast_object_list(message, 0)
@@ -154,8 +157,3 @@ class RankScorer(Scorer):
         except Exception:
             self.failed = True
             raise
-
-
-def _compact(rows: Sequence[Row]) -> list[Row]:
-    """Return rows that are small to send."""
-    return [Row(np.asarray(row.ids, dtype=np.int32), row.asked) for row in rows]

@@ -82,7 +82,6 @@ class TaskRun(Callback):
             self._report(trainer.step, found, time.perf_counter() - began)
 
     def _measure(self, trainer: Trainer) -> dict[str, dict[str, float]]:
-        """Return the figures of each task on rank 0, nothing on others."""
         scorer = self._scorer
         scorer.stop = trainer.stop
         scorer.tick = lambda: trainer.phase("evaluate")

@@ -79,7 +79,10 @@ class Scorer:
 
     def likelihoods(self, requests: Sequence[Request]) -> list[Likelihood]:
         """Return the likelihood of each request, in their order."""
-        rows = [self._row(before, ids) for before, ids in requests]
+        rows = []
+        for before, ids in requests:
+            kept = [*before, *ids][-self.subject.limit - 1 :]
+            rows.append(Row(kept, min(len(ids), len(kept) - 1)))
         asked = [number for number, row in enumerate(rows) if row.asked]
         asked.sort(key=lambda number: -len(rows[number].ids))
         ordered = [rows[number] for number in asked]
@@ -88,10 +91,6 @@ class Scorer:
         for number, (likely, misses) in zip(asked, self._scored(batches), strict=True):
             found[number] = (likely, misses == 0)
         return found
-
-    def _row(self, before: Sequence[int], ids: Sequence[int]) -> Row:
-        kept = [*before, *ids][-self.subject.limit - 1 :]
-        return Row(kept, min(len(ids), len(kept) - 1))
 
     def _scored(self, batches: Sequence[Sequence[Row]]) -> list[list[float]]:
         """Return for each row its log-likelihood and the targets that greedy decoding misses."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 
-class OwnLinear:
+class FeatureLinear:
     """A linear with its own ways: what the rest of titanlite asks it instead of its kind."""
 
     #: Names of its parameters that are trained beside a frozen weight, and alone are saved.
@@ -42,11 +42,11 @@ class OwnLinear:
 def weights_replaced(model: nn.Module) -> None:
     """Tell the linears of a model that other weights were put in place, by no update of a step."""
     for module in model.modules():
-        if isinstance(module, OwnLinear):
+        if isinstance(module, FeatureLinear):
             module.weights_replaced()
 
 
 def adapter_rank(model: nn.Module) -> int:
     """Return the width of the adapters in a model; 0: there are none."""
-    ranks = [module.adapter_rank for module in model.modules() if isinstance(module, OwnLinear)]
+    ranks = [module.adapter_rank for module in model.modules() if isinstance(module, FeatureLinear)]
     return max(ranks, default=0)

@@ -14,7 +14,7 @@ from titanlite.config.own_functions import load_optimizer
 from titanlite.optim.groups import parameter_groups
 
 
-def build_own(
+def build_custom(
     parameters: dict[str, nn.Parameter], settings: Optimizer, device: torch.device
 ) -> torch.optim.Optimizer:
     """Build the optimizer of a class or a function; see `build_optimizer` for what it raises."""
