@@ -93,25 +93,6 @@ def test_fewer_queries_than_keys(window: int | None, queries: int) -> None:
             assert relative(one, other) < 2e-6, (way, name)
 
 
-def test_without_a_mask_all_keys_up_to_the_query_are_seen() -> None:
-    *given, upstream = inputs(queries=20)
-    exact = copies(given)
-    ours = copies(given)
-    wanted = results(formula(*exact, seen_by(20, 48, None, None)), exact, upstream)
-    found = results(attend_masked(*ours), ours, upstream)
-    assert all(relative(one, other) < 2e-6 for one, other in zip(found, wanted, strict=True))
-
-
-def test_a_sink_far_below_changes_nothing_and_one_far_above_takes_all() -> None:
-    q, k, v, sinks, _ = inputs()
-    plain = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, enable_gqa=True
-    )
-    attention = SinkAttention(None)
-    assert relative(attention(q, k, v, None, sinks - 1000), plain) < 1e-6
-    assert attention(q, k, v, None, sinks + 1000).abs().max() == 0
-
-
 @pytest.mark.parametrize(("window", "documents"), [(None, True), (24, True), (64, False)])
 def test_no_scores_of_the_sequence_squared_are_made(window: int | None, documents: bool) -> None:
     q, k, v = (torch.randn(1, heads, 1024, 8, requires_grad=True) for heads in (4, 2, 2))

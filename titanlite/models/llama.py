@@ -195,14 +195,6 @@ class LlamaArgs:
         return {1e4: 4096, 5e5: 8192}.get(self.rope_theta, 0)
 
     @property
-    def context(self) -> int:
-        """Return `max_position_embeddings` of config.json: the published context, or `max_seq_len`
-        where that is more; with some scalings, what they make of it.
-        """
-        context = max(self.max_seq_len, self.published_context)
-        return context if self.rope_scaling is None else self.rope_scaling.positions(context)
-
-    @property
     def n_vocab(self) -> int:
         """`vocab_size`, or a ShapeError while it is still to be taken from a tokenizer."""
         if self.vocab_size is None:
@@ -351,8 +343,10 @@ def tied(args: LlamaArgs) -> dict[str, str]:
 
 def sublayer_names(args: LlamaArgs) -> list[str]:
     """Return the two halves of each decoder block, in the order they run."""
-    halves = ("attention", "feed_forward")
-    return [f"{block}.{half}" for block in block_names(args) for half in halves]
+    names = []
+    for block in args.blocks():
+        names += [f"{block}.attention", f"{block}.feed_forward"]
+    return names
 
 
 def fsdp_units(args: LlamaArgs) -> list[tuple[str, ...]]:

@@ -200,6 +200,14 @@ def layer_types(args: Any) -> list[str]:
     return [kinds[block.window is None] for block in args.blocks().values()]
 
 
+def _context(args: Any) -> int:
+    """Return the context of the published models, or `max_seq_len` where that is more; with some
+    scalings, what they make of it.
+    """
+    context: int = max(args.max_seq_len, args.published_context)
+    return context if args.rope_scaling is None else args.rope_scaling.positions(context)
+
+
 #: Names of weights in a block, by part; families put them together with their own.
 ATTENTION_NAMES = {
     "attention.wq.weight": "self_attn.q_proj.weight",
@@ -244,7 +252,7 @@ ENTRIES: dict[str, Any] = {
     "vocab_size": Entry("vocab_size", written="n_vocab"),
     "rms_norm_eps": Entry("norm_eps"),
     "rope_theta": Entry("rope_theta", 10000.0),
-    "max_position_embeddings": Entry("max_seq_len", written="context"),
+    "max_position_embeddings": Entry("max_seq_len", written=_context),
     "tie_word_embeddings": Entry("tied", False),
     "hidden_act": "silu",
     "attention_bias": False,

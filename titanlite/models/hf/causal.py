@@ -6,18 +6,25 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from titanlite.models.hf.args import HFArgs
+
+class Extras(NamedTuple):
+    """What a run asks of a model beside logits of whole rows."""
+
+    #: `titanlite.models.hf.documents.packed`, with the arguments.
+    packed: Callable[[Any, Tensor], contextlib.AbstractContextManager[dict[str, Tensor]]]
+    #: `titanlite.models.hf.chunks.loss_of_head`.
+    loss: Callable[..., Tensor]
 
 
-def causal_model(config: Any, args: HFArgs | None = None) -> Any:
+def causal_model(config: Any, extras: Extras | None = None) -> Any:
     """Return the model of a config on the current default device, as `ModelSpec` wants it.
 
-    args: those of the run; None: a model without data, for facts alone.
+    extras: None for a model without data, for facts alone.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -33,10 +40,10 @@ def causal_model(config: Any, args: HFArgs | None = None) -> Any:
         model = make(attn_implementation="eager")
     cls: Any = type(model)
     model.__class__ = _logits_class(cls)
-    model.hf_args = args
+    model.extras = extras
     for module in stacks_of(model).values():
         # On the meta device grouped products take no float32.
-        module.config._experts_implementation = "batched_mm" if args is None else "grouped_mm"
+        module.config._experts_implementation = "batched_mm" if extras is None else "grouped_mm"
     return model
 
 
@@ -61,9 +68,7 @@ def _logits_class(cls: Any) -> Any:
             """
             if labels is None or loss is None:
                 return _logits(self, tokens, doc_ids)
-            from titanlite.models.hf.chunks import loss_of_head
-
-            return loss_of_head(self, lambda: _logits(self, tokens, doc_ids), labels, loss)
+            return self.extras.loss(self, lambda: _logits(self, tokens, doc_ids), labels, loss)
 
         def init_buffers(self) -> None:
             """Compute the buffers by the model's own rules, which leave marked parameters as they
@@ -85,9 +90,7 @@ def _logits(model: Any, tokens: Tensor, doc_ids: Tensor | None) -> Tensor:
     """Return the logits as the class of `transformers` computes them."""
     context: contextlib.AbstractContextManager[dict[str, Tensor]] = _unpacked()
     if doc_ids is not None:
-        from titanlite.models.hf.documents import packed
-
-        context = packed(model, doc_ids)
+        context = model.extras.packed(model, doc_ids)
     with context as more:
         logits: Tensor = model.plain_forward(input_ids=tokens, use_cache=False, **more).logits
     return logits

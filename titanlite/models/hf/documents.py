@@ -167,12 +167,12 @@ def within(doc_ids: Tensor, way: str) -> Iterator[dict[str, Tensor]]:
         _documents.reset(token)
 
 
-def packed(model: Any, doc_ids: Tensor) -> AbstractContextManager[dict[str, Tensor]]:
+def packed(args: HFArgs, model: Any, doc_ids: Tensor) -> AbstractContextManager[dict[str, Tensor]]:
     """Let attention of a model stop at documents; return the arguments that its call needs.
 
     doc_ids: [batch, seq] int. Raises ValueError if it cannot.
     """
-    way, reason = way_of(model.hf_args)
+    way, reason = way_of(args)
     if not way:
         raise ValueError(f"attention cannot stop at documents: {reason}")
     if way == VARLEN and model.config._attn_implementation != NAME:
