@@ -348,10 +348,9 @@ def hf_config(args: DeepSeekV3Args) -> dict[str, Any]:
         )
     wanted = 2 if args.expert_bias else 1
     if args.n_groups > 1 and args.group_best != wanted:
-        experts = "two experts" if args.expert_bias else "expert"
         raise ValueError(
-            f"group_best is {args.group_best}, and DeepSeek in `transformers` takes the best "
-            f"{experts} of a group: train with model.overrides.group_best = {wanted}"
+            f"group_best is {args.group_best}, and DeepSeek-V{wanted + 1} in `transformers` takes "
+            f"the best {wanted} of a group: train with model.overrides.group_best = {wanted}"
         )
     return _TABLES["deepseek_v3" if args.score == "sigmoid" else "deepseek_v2"].hf_config(args)
 
