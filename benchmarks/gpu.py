@@ -41,7 +41,7 @@ from benchmarks.gpu_bench import ROOT, Bench, Failed, OutOfTime, Result, write_j
 from benchmarks.gpu_ladder import SETTINGS, climb, kept_layers
 from benchmarks.gpu_page import COMMAND, page, targets
 from benchmarks.gpu_pieces import gradients, machine, modes, probe, tests
-from titanlite.cli.processes import Stopped, stoppable
+from titanlite.contrib.processes import Stopped, stoppable
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titanlite.cli import processes
+from titanlite.contrib import processes
 
 ROOT = Path(__file__).resolve().parents[1]
 #: What a command has to end its own children. A ladder gives torchrun 40 seconds, torchrun its

@@ -1,7 +1,7 @@
 """Seeds faults into a copy of titanlite, one after the other, and tells whether the quick tests
 catch each.
 
-    python tests/seeded_faults.py [NAME ...] [--list] [--all-tests]
+    python tests/seeded_faults.py [NAME ...]
 
 A fault that no test catches is a missing quick test. Exit code 1: at least one survived. About ten
 seconds a fault.
@@ -155,19 +155,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="faults to seed; none: all")
-    parser.add_argument("--list", action="store_true", help="list the faults and their tests")
-    parser.add_argument(
-        "--all-tests", action="store_true", help="run all quick tests, not only the expected ones"
-    )
     options = parser.parse_args()
     known = {fault.name: fault for fault in FAULTS}
     if unknown := [name for name in options.names if name not in known]:
         parser.error(f"no fault {', '.join(unknown)}")
     faults = [known[name] for name in options.names] or list(FAULTS)
-    if options.list:
-        for fault in faults:
-            print(f"{fault.name:42} {fault.file:36} {' '.join(fault.tests)}")
-        return 0
     if problems := [
         f"{fault.name}: {problem}" for fault in faults for problem in problems_of(fault)
     ]:
@@ -180,7 +172,7 @@ def main() -> int:
         copy_tree(root)
         for fault in faults:
             started = time.monotonic()
-            tests = ["tests"] if options.all_tests else [f"tests/{test}" for test in fault.tests]
+            tests = [f"tests/{test}" for test in fault.tests]
             with seeded(fault, root):
                 code, output = run_tests(root, ["-x", *tests])
             if code == HANGS:

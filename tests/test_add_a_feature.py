@@ -139,6 +139,13 @@ def test_wrong_values_are_refused(site: Path, flags: list[str], message: str) ->
     assert message in done.stderr
 
 
+def test_its_keys_are_explained_without_a_file(site: Path) -> None:
+    for word in ("gradient_noise", "gradient_noise.variance"):
+        done = run(site, "config", "explain", word)
+        assert "Variance of the noise at the first step" in done.stdout
+        assert "a number >= 0" in done.stdout
+
+
 def test_without_the_package_its_section_is_unknown(site: Path) -> None:
     done = python("-m", "titanlite", "config", "check", site / "noise.toml")
     assert done.returncode == 2

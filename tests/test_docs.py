@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import python
-from titanlite.config.resolve import resolve
+from titanlite.config.dotted_paths import resolve
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

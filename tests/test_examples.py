@@ -19,9 +19,9 @@ from tests.support.pool import Pools
 from titanlite import Callback, Trainer, build, load_config
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.checkpoint.storage import gather
+from titanlite.config.dotted_paths import resolve
 from titanlite.config.errors import ConfigError
 from titanlite.config.own_functions import load_functions
-from titanlite.config.resolve import resolve
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import ShapeError, get_spec, resolve_args
 from titanlite.models.args import as_record, from_record

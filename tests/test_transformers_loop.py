@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.pool import Pools
 from titanlite import Checkpointer
 from titanlite.checkpoint.manifest import read_manifest
-from titanlite.config.resolve import resolve
+from titanlite.config.dotted_paths import resolve
 from titanlite.dist.dist_env import DistEnv
 
 FILE = Path(__file__).resolve().parents[1] / "examples" / "transformers_loop.py"

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from titanlite.config.resolve import module_name
+from titanlite.config.dotted_paths import module_name
 from titanlite.exit_codes import is_of_collectives, no_exit, own_code
 from titanlite.utils import logger
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from titanlite.trainer import Trainer
 
 #: Phases that are no part of a step: they may take as long as the first step.
-SLOW_PHASES = frozenset({"validate", "evaluate", "sample", "save", "rollback", "profile", "end"})
+SLOW_PHASES = frozenset({"validate", "evaluate", "save", "rollback", "profile", "end"})
 
 
 @dataclass

@@ -105,7 +105,6 @@ def last_error(text: str) -> str:
 
 
 def _last_restart(text: str) -> list[tuple[int, str]]:
-    """Return codes and words of the workers of the last restart."""
     lines = [line.split(maxsplit=2) for line in text.splitlines()]
     last = max((line[0] for line in lines), key=int, default="")
     found = []

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import sys
 import time
 import traceback
@@ -546,14 +545,12 @@ class Table:
 def render(table: Table, terminal: bool | None = None) -> str:
     """The table as text without a final line end, in a terminal with a bold head.
 
-    Control characters are escaped. terminal: None: whether standard output is one. In a narrower
-    one the other columns stand below the first.
+    Control characters are escaped. terminal: None: whether standard output is one.
 
     NO_COLOR and TERM=dumb turn the bold head off, too.
     """
     if terminal is None:
         terminal = sys.stdout.isatty()
-    narrow = shutil.get_terminal_size().columns if terminal else 0
     terminal = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     lines = [[escape_name(text) for text in line] for line in (table.columns, *table.rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -562,8 +559,6 @@ def render(table: Table, terminal: bool | None = None) -> str:
         return text.ljust(widths[i]) if i in table.left else text.rjust(widths[i])
 
     def joined(line: Sequence[str]) -> str:
-        if narrow and sum(widths) + 2 * len(widths) - 2 > narrow:
-            return f"{line[0]}\n  {'  '.join(map(align, range(1, len(line)), line[1:]))}".rstrip()
         return "  ".join(align(i, text) for i, text in enumerate(line)).rstrip()
 
     head, *body = lines

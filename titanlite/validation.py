@@ -1,6 +1,6 @@
 """Validation: the loss on each of the held-out texts, and over all their tokens.
 
-texts = ValidationSet({"wiki": ValidationPrefetcher(loader), "code": ValidationPrefetcher(other)})
+texts = ValidationSet({"wiki": loader, "code": other})
 result = texts.measure(model, device, runner)
 result.loss, result.sources["wiki"].perplexity
 """
@@ -25,7 +25,7 @@ from titanlite.step import ReplicationFactors, Runner
 from titanlite.utils import counted, logger, note_progress, progress_text
 
 if TYPE_CHECKING:
-    from titanlite.data.prefetch import ValidationPrefetcher
+    from titanlite.data.held_out import PassLoader
 
 
 def validate(
@@ -147,7 +147,7 @@ class ValidationSet:
     also before step 1.
     """
 
-    loaders: Mapping[str, ValidationPrefetcher]
+    loaders: Mapping[str, PassLoader]
     freq: int = 1
     first: bool = False
     #: Entered while the model is run, as `WeightAverage.applied`.

@@ -1,4 +1,4 @@
-"""`titanlite checkpoint`: list, inspect, verify, diff, rm; of folders and of URLs."""
+"""`titanlite checkpoint`: list, verify, diff, rm; of folders and of URLs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.retention import begin
 from titanlite.cli.hub.tensors import Contents, measure
 from titanlite.cli.main import main
-from titanlite.utils import escape_name, human_bytes
+from titanlite.utils import human_bytes
 
 
 @pytest.fixture(scope="module")
@@ -121,48 +121,9 @@ def test_several_runs_are_named_one_by_one(
     assert [line.partition(": hashes are right")[0] for line in verified] == [
         f"{run}/{name}" for name in ("checkpoint/step-2", "checkpoint/step-4", "other/step-1")
     ]
-    for words in (("ls",), ("inspect",), ("verify",)):
+    for words in (("ls",), ("verify",)):
         (line,) = _lines(capsys, *words, run.parent, code=exit_codes.CHECKPOINT)
         assert line.startswith(f"error: {run.parent} holds no checkpoints")
-
-
-def test_inspect_shows_each_value_of_a_manifest_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spoof = "x\n  state         valid\x1b[31m"
-    git = {"commit": 5, "dirty": True}
-    write(tmp_path, 3, fingerprints={"data": spoof}, trackers={"a\nb": spoof}, git=git)
-    lines = _lines(capsys, "inspect", tmp_path / "step-3")
-    shown = escape_name(spoof)
-    facts = {line[2:15].strip(): line[16:] for line in lines[1:] if line.startswith("  ")}
-    assert facts["data"] == facts[escape_name("a\nb")] == shown
-    assert facts["commit"] == "5 with uncommitted changes"
-    assert sum(line.startswith("  state") for line in lines) == 1
-
-
-def test_inspect(run: AnyPath, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = _lines(capsys, "inspect", run)
-    assert lines[0] == str(run / "checkpoint" / "step-4")
-    facts = dict(line.strip().split(maxsplit=1) for line in lines[1 : lines.index("")])
-    manifest = parse_manifest(run / "checkpoint" / "step-4")
-    assert facts["state"] == "valid"
-    assert facts["step"] == "4"
-    assert facts["train"] == '{"next_sequence": 32}'
-    parameters = sum(
-        torch.Size(shape).numel()
-        for name, (_, shape) in manifest.tensors.items()
-        if name[:6] == "model."
-    )
-    assert facts["model"].endswith(f"{parameters:,} parameters")
-    rows = {line.split()[0]: line.split()[1:] for line in lines if line}
-    assert rows["__1_0.distcp"] == [
-        f"{manifest.files['__1_0.distcp']:,}",
-        manifest.hashes["__1_0.distcp"],
-    ]
-    assert rows["model.layers.0.attention.wk.weight"] == ["float32", "32", "x", "64"]
-    (run / "checkpoint" / "step-4" / "__0_0.distcp").unlink()
-    lines = _lines(capsys, "inspect", run / "checkpoint" / "step-4")
-    assert any("invalid: " in line and "__0_0.distcp is missing" in line for line in lines)
 
 
 def test_verify(
@@ -285,10 +246,10 @@ def test_rm_frees_a_full_disk(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-2"]
 
 
-def test_only_diff_and_convert_need_torch(written: Path) -> None:
+def test_only_diff_needs_torch(written: Path) -> None:
     code = (
         "import sys\nfrom titanlite.cli.main import main\n"
-        "for name in ('ls', 'inspect', 'verify'):\n    assert main(['checkpoint', name, "
+        "for name in ('ls', 'verify'):\n    assert main(['checkpoint', name, "
         "sys.argv[1]]) == 0\n"
         "assert 'torch' not in sys.modules\n"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 import threading
@@ -34,8 +33,6 @@ from titanlite.checkpoint.manifest import CheckpointError, last_hf_step
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.storage import Save, describe, on_rank_0
 from titanlite.cli.hub.convert import convert, open_source
-from titanlite.cli.hub.tensors import our_logits
-from titanlite.data.text_files import BUNDLED, iter_records
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import LlamaArgs, get_spec
@@ -439,12 +436,8 @@ def _measured(found: list[dict[str, Any]]) -> list[float]:
 
 
 @pytest.mark.slow
-def test_fine_tuning_goes_on_where_training_ended_and_transformers_agrees(
-    pool: Pools, tmp_path: Path
-) -> None:
+def test_fine_tuning_goes_on_where_training_ended(pool: Pools, tmp_path: Path) -> None:
     """Start a run from the last save of another: the held-out loss is the same to the last bit."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     length = [
         "--training.steps=3",
         "--validation.enable",
@@ -463,27 +456,10 @@ def test_fine_tuning_goes_on_where_training_ended_and_transformers_agrees(
     tuned = _measured(pool(2).run(train_run, str(tmp_path / "tuned"), *length, *more))
     assert tuned[0] == trained[-1]
     assert tuned[-1] != tuned[0]
-
-    text = "".join(record.text for record in itertools.islice(iter_records(BUNDLED["c4_test"]), 8))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     ours = load_tokenizer()
-    ids = ours.encode(text, bos=True)
-    assert tokenizer(text)["input_ids"] == ids
-    assert tokenizer.eos_token_id == ours.eos_id
-    rows = torch.tensor(ids[: len(ids) // 32 * 32]).view(-1, 32)[:64]
-    source = open_source(folder)
-    logits = torch.cat(
-        [our_logits("llama3", source.args, source.read, row[None]) for row in rows[:4]]
-    )
-    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
-    with torch.no_grad():
-        loss = theirs(rows[:4], labels=rows[:4]).loss
-    expected = torch.nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), rows[:4, 1:].flatten()
-    )
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-    ends = [ours.eos_id, ours.special_tokens["<|eot_id|>"]]
-    assert theirs.generation_config.eos_token_id == theirs.config.eos_token_id == ends
+    for name in ("config.json", "generation_config.json"):
+        ends = json.loads((folder / name).read_text())["eos_token_id"]
+        assert ends == [ours.eos_id, ours.special_tokens["<|eot_id|>"]]
 
 
 SMALL = ["dim=64", "n_layers=2", "n_heads=4", "n_kv_heads=2"]

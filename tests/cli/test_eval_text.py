@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,6 +120,12 @@ def test_ranks_of_torchrun_measure_together_and_one_prints_the_table(
     assert head.split() == ["text", "loss", "perplexity", "tokens"]
     assert [line.split()[0] for line in rows] == ["c4_test", "c4_validation", "all"]
     assert rows[-1].split()[1] == f"{trained[1]['validation_loss']:.4f}"
+
+
+def test_a_kept_config_with_keys_that_are_gone_is_evaluated(tmp_path: Path) -> None:
+    toml = "float8.drift_check = 5\ntraining.fsdp_units = 'size'\ntraining.fsdp_min_params = 9\n"
+    manifest: Any = SimpleNamespace(config={"toml": toml})
+    assert config_of(tmp_path, manifest, None, [], 1).training.fsdp_units == "block"
 
 
 def test_weights_of_another_tokenizer_are_refused(trained: tuple[Path, dict[str, Any]]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +11,8 @@ import torch
 from tests.support.processes import ROOT, python
 from tests.support.tiny import EIGHT_STEPS
 from titanlite import exit_codes
-from titanlite.assembly import supported
 from titanlite.assembly.supported import TESTED, accelerator_warning
 from titanlite.cli import doctor
-from titanlite.cli.main import main
 
 # What Python has not on Windows.
 WINDOWS = """
@@ -47,14 +44,6 @@ def test_windows_is_refused_in_one_line(start: str) -> None:
     assert done.stderr == REFUSAL
     assert done.stdout == ""
     assert done.returncode == exit_codes.CONFIG
-
-
-def test_no_command_starts_on_windows(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(supported, "os", SimpleNamespace(name="nt"))
-    assert main(["runs"]) == exit_codes.CONFIG
-    assert capsys.readouterr().err == REFUSAL
 
 
 @pytest.fixture

@@ -53,7 +53,6 @@ OWN = "reads no file but TOML files that the user names, which are the user's ow
 #: {step}: the checkpoint, {run}: the run, {out}: a path that is free.
 SHOWS = {
     "checkpoint ls": (["{run}"], exit_codes.DONE),
-    "checkpoint inspect": (["{step}"], exit_codes.DONE),
     "checkpoint verify": (["{step}"], exit_codes.DONE),
     "checkpoint diff": (["{step}", "{step}"], exit_codes.DONE),
     "checkpoint rm": (["{step}"], exit_codes.CHECKPOINT),
@@ -502,7 +501,7 @@ def _resolves_configs(file: str) -> bool:
     """Whether `resolve` means that of a config there."""
     text = (ROOT / file).read_text()
     ours = "from titanlite.resolve.load import" in text or file == "resolve/load.py"
-    return ours and "from titanlite.config.resolve" not in text
+    return ours and "from titanlite.config.dotted_paths" not in text
 
 
 def test_code_is_imported_by_name_in_known_places_alone() -> None:
@@ -522,7 +521,7 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
         # The names of a fixed list.
         "models/families.py",
         "assembly/own_callbacks.py",
-        "config/resolve.py",
+        "config/dotted_paths.py",
     }
     wanted = {"import_module", "exec_module"}
     dynamic = {file for file, _ in _calls(wanted)}
@@ -531,7 +530,7 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
     assert not builtin
     assert dynamic == {
         "__init__.py",
-        "config/resolve.py",
+        "config/dotted_paths.py",
         # The name is one of a fixed list.
         "models/families.py",
         "models/spec.py",

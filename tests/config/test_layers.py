@@ -129,7 +129,6 @@ def test_arrays_of_tables_and_odd_names_are_read(tmp_path):
         (["--float8.filter_fqns="], "float8.filter_fqns", []),
         (["--float8.filter_fqns", '["a,b"]'], "float8.filter_fqns", ["a,b"]),
         (["--data.skip_steps", "1,2", "3"], "data.skip_steps", [1, 2, 3]),
-        (["--sample.prompts", "Hello, world", "b"], "sample.prompts", ["Hello, world", "b"]),
         (["--job.description", "None of it"], "job.description", "None of it"),
         (["--job.description", "5"], "job.description", "5"),
         (["--training.tokens", "none"], "training.tokens", None),

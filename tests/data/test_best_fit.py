@@ -21,9 +21,9 @@ from titanlite.data.best_fit import BestFitDataset
 from titanlite.data.corpus import Corpus
 from titanlite.data.hashes import batch_hash
 from titanlite.data.loader import Batch, TrainLoader
-from titanlite.data.packing import PackedDataset
 from titanlite.data.records import Record
 from titanlite.data.rows import IGNORE, Row, max_documents
+from titanlite.data.sequences import PackedDataset
 from titanlite.data.stream import StreamRows
 
 

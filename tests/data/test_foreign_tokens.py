@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.faults import Fault
 from tests.support.foreign_tokens import (
     FORMS,
     joined,
@@ -19,9 +17,7 @@ from tests.support.foreign_tokens import (
     write_llmc,
     write_raw,
 )
-from tests.support.hub_server import HubServer
 from tests.support.token_folders import SIZE, TOKENIZER, write_megatron
-from tests.support.train_runs import STEPS, flags, global_batches, saved, train
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.sections import Training
 from titanlite.data import DataError
@@ -149,7 +145,6 @@ def test_documents_end_after_eos_and_at_the_end_of_a_file(tmp_path: Path) -> Non
         == f"9 tokens per epoch, from token files, cut into documents after id {EOS}"
     )
     assert lengths(files) == [3, 1, 2, 1, 2]
-    assert files.describe().startswith("5 documents, 9 tokens per epoch")
     assert files.begins_in(1, 8).tolist() == [1, 3, 4, 6, 7]
     assert files.place_of(3) == (str(tmp_path / "a.bin"), 4)
     assert files.place_of(4) == (str(tmp_path / "b.bin"), 1)
@@ -187,7 +182,7 @@ def test_a_scan_in_groups_finds_the_same_documents(
     path = write_raw(tmp_path / "a.bin", joined(documents))
     expected = [len(document) for document in documents]
     for group in (1, 2, 7, 64):
-        monkeypatch.setattr("titanlite.data.foreign.parts._TOKENS", group)
+        monkeypatch.setattr("titanlite.data.foreign.raw._TOKENS", group)
         assert lengths(opened(path)) == expected
 
 
@@ -430,6 +425,8 @@ def test_which_paths_are_of_token_files(tmp_path: Path) -> None:
         assert is_tokens(str(tmp_path / name))
     for url in ("https://host/a.bin?sig=1", "s3://b/x/*.npy", "hf://datasets/o/n/a.ds"):
         assert is_tokens(url)
+        with pytest.raises(DataError, match="are read from a disk, not from [a-z0-9]+:/"):
+            opened(url)
     assert not is_tokens("s3://bucket/folder/")
     assert not is_tokens("https://host/a.jsonl?x=a.bin")
     write_raw(tmp_path / "part-0.npy", [5])
@@ -437,40 +434,3 @@ def test_which_paths_are_of_token_files(tmp_path: Path) -> None:
     assert is_tokens(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     assert not is_tokens(str(tmp_path))
-
-
-# Commands and runs
-
-
-@pytest.mark.slow
-def test_a_killed_run_on_raw_tokens_resumes_exactly_on_other_ranks_and_by_url(
-    tmp_path: Path,
-) -> None:
-    """Real processes: a folder of Dolma's files, then the same files behind URLs."""
-    served = tmp_path / "served"
-    served.mkdir()
-    documents = make_documents(60)
-    for number in range(3):
-        write_raw(served / f"part-{number}.npy", joined(documents[20 * number : 20 * number + 20]))
-    local = [f"--training.dataset_path={served}", "--data.mask_documents"]
-    straight = tmp_path / "straight"
-    killed = tmp_path / "killed"
-    codes, console = train(flags(straight, *local), 2, tmp_path / "console")
-    assert codes == [0, 0], console
-    kill = Fault("kill", "step", 6, 1)
-    train(flags(killed, *local), 2, tmp_path / "console", kill)
-    assert saved(killed)[-1] == "step-4"
-    wanted = global_batches(straight, 2)
-    with HubServer(served) as server:
-        remote = [f"--training.dataset_path={server.url}/files/part-*.npy", local[1]]
-        (served / "files").mkdir()
-        for file in served.glob("*.npy"):
-            file.rename(served / "files" / file.name)
-        for ranks in (1, 4):
-            other = tmp_path / str(ranks)
-            shutil.copytree(killed / "checkpoint", other / "checkpoint")
-            codes, console = train(flags(other, *remote), ranks, tmp_path / "console")
-            assert codes == [0] * ranks, console
-            found = global_batches(other, ranks)
-            assert found == {step: wanted[step] for step in range(5, STEPS + 1)}
-        assert len(server.of("*/files/", "GET")) <= 4, "one rank of each run lists the files"

@@ -32,13 +32,12 @@ LOOPS = {
     "a power": "{{ 7 ** (9 ** messages|length * 99999) }}",
     "a constant": "{{ 7 ** (7 ** 12) }}",
 }
-#: Makes gigabytes: by a product, a filter, a number, and piece by piece.
+#: Makes gigabytes: by a product, a filter, and a number.
 BOMBS = {
     "a product": "{{ messages[0].content * 10 ** 10 }}",
     "a constant": "{{ 'x' * 10 ** 10 }}",
     "a filter": "{{ messages[0].content.center(10 ** 10) }}",
     "a list": "{{ ([messages] * 10 ** 9) | length }}",
-    "pieces": "{% for a in range(99999) %}{{ 'x' * 100 }}{{ messages[0].role }}{% endfor %}",
     "a block": (
         "{% set x %}{% for a in range(99999) %}{{ messages[0].role * 10 ** 6 }}{% endfor %}{% "
         "endset %}"

@@ -38,16 +38,14 @@ _PLAIN = [
     "listing",
     "loader",
     "local_files",
-    "packing",
-    "permutation",
     "prefetch",
     "records",
     "rows",
+    "sequences",
     "skip_ranges",
     "splits",
     "state",
     "text",
-    "text_check",
     "text_files",
     "text_keys",
     "text_report",
@@ -71,7 +69,7 @@ def test_a_run_of_plain_text_imports_no_module_of_another_kind_of_text(tmp_path:
 
 
 def test_the_check_of_a_config_imports_no_reader() -> None:
-    assert _modules(_CHECK) == ["", "course", "text_check", "text_keys", "token_paths"]
+    assert _modules(_CHECK) == ["", "course", "text_keys", "token_paths"]
 
 
 def _modules(program: str, *words: str) -> list[str]:

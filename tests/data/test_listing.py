@@ -17,7 +17,7 @@ from titanlite.data.choose import choose
 from titanlite.data.kinds import why_no_text
 from titanlite.data.listing import FoundFile, Place
 from titanlite.data.local_files import list_text
-from titanlite.data.packing import PackedDataset
+from titanlite.data.sequences import PackedDataset
 from titanlite.data.shards import url_text
 from titanlite.data.splits import split_of
 from titanlite.data.text import TextReader, build_dataset

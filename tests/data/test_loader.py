@@ -14,8 +14,8 @@ from titanlite.data.corpus import Corpus
 from titanlite.data.hashes import add_hashes, batch_hash, step_hash
 from titanlite.data.held_out import ValidationLoader
 from titanlite.data.loader import Batch, TrainLoader
-from titanlite.data.packing import PackedDataset
 from titanlite.data.rows import IGNORE
+from titanlite.data.sequences import PackedDataset
 from titanlite.data.skip_ranges import before, count, merged, served_already, take, without
 
 SEQ = 16

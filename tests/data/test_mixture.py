@@ -360,17 +360,3 @@ def test_weights_and_rate_change_together_after_a_rollback_that_skips_the_bad_te
     assert not again.loader.dataset.changed
     assert {step: pair for step, pair in run.served.items() if step > 18} == again.served
     assert again.numbers["b"] == run.numbers["b"][-len(again.numbers["b"]) :]
-
-
-def test_a_checkpoint_of_a_phase_that_waited_for_the_lanes_begins_it_at_once() -> None:
-    """Earlier versions began a phase at the next multiple of the lanes."""
-    run = Walk(BY_STEP, 64)
-    data = run.walk(21)
-    plan = data["rows"]["plan"]
-    segments = data["rows"]["segments"]
-    assert plan[0][1][0] == segments[1][0] == 160
-    del segments[1]  # at 192; the position is 168
-    again = Walk(BY_STEP, 64).go_on(data, 21, 336)
-    again.walk(40)
-    assert again.loader.dataset.changed
-    assert {name for name, _ in again.served.values()} == {"b"}

@@ -14,11 +14,10 @@ from tests.support.processes import ROOT
 from tests.support.texts import write_texts
 from titanlite.config.data_sections import Data, Validation
 from titanlite.config.sections import Training
-from titanlite.data import DataError, EndOfData, permutation
+from titanlite.data import DataError, EndOfData
 from titanlite.data.corpus import Corpus
-from titanlite.data.packing import PackedDataset
-from titanlite.data.permutation import GAMMA, MASK, epoch_order, mix_int
 from titanlite.data.rows import IGNORE
+from titanlite.data.sequences import GAMMA, MASK, PackedDataset, epoch_order, mix
 from titanlite.data.text import TextReader, build_dataset
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, Tokenizer, load_tokenizer
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, TiktokenTokenizer, parse_ranks
@@ -64,12 +63,8 @@ def test_the_order_never_changes() -> None:
 def test_its_hash_is_splitmix64() -> None:
     """The published first outputs for seed 0 (mix of 1, 2, 3 times gamma)."""
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert [mix_int(i * GAMMA & MASK) for i in (1, 2, 3)] == published
-    with np.errstate(over="ignore"):
-        assert (
-            permutation._mix(np.array([1, 2, 3], dtype=np.uint64) * np.uint64(GAMMA)).tolist()
-            == published
-        )
+    assert [mix(i * GAMMA & MASK) for i in (1, 2, 3)] == published
+    assert mix(np.array([1, 2, 3], dtype=np.uint64) * GAMMA).tolist() == published
 
 
 # Sequences
@@ -118,7 +113,7 @@ def test_without_end_a_sequence_depends_on_its_number_alone(corpus: Corpus) -> N
         start = endless.window(i) * 64
         assert tokens.tolist() == stream[start : start + 64]
         assert labels.tolist() == stream[start + 1 : start + 65]
-    assert endless._epoch.cache_info().currsize <= 3
+    assert endless._documents.cache_info().currsize <= 3
     assert endless._order.cache_info().currsize <= 2
     other = PackedDataset(corpus, seq_len=64, seed=4)
     assert other.sequence(0)[0].tolist() != endless.sequence(0)[0].tolist()
@@ -126,7 +121,7 @@ def test_without_end_a_sequence_depends_on_its_number_alone(corpus: Corpus) -> N
 
 def test_last_sequence_is_padded_with_labels_of_no_weight(corpus: Corpus) -> None:
     dataset = PackedDataset(corpus, seq_len=100, shuffle=False, epochs=1)
-    assert (dataset.documents, dataset.tokens_per_epoch, dataset.sequences_per_epoch) == (
+    assert (dataset.corpus.documents, dataset.tokens_per_epoch, dataset.sequences_per_epoch) == (
         29,
         599,
         6,

@@ -20,8 +20,8 @@ from titanlite.data.corpus import Corpus
 from titanlite.data.hashes import add_hashes, batch_hash
 from titanlite.data.held_out import ValidationLoader
 from titanlite.data.loader import Batch, TrainLoader
-from titanlite.data.packing import PackedDataset
-from titanlite.data.prefetch import THREAD, Prefetcher, ValidationPrefetcher
+from titanlite.data.prefetch import THREAD, Prefetcher
+from titanlite.data.sequences import PackedDataset
 
 SEQ = 16
 GLOBAL = 12
@@ -217,21 +217,3 @@ def test_batches_are_pinned_by_the_thread_on_this_ranks_gpu(
     assert calls[0] == ("set_device", f"{THREAD}_0", (3,))
     assert {call[:2] for call in calls[1:]} == {("pin", f"{THREAD}_0")}
     assert len(calls) >= 1 + 4  # tokens and labels of two micro-batches
-    calls.clear()
-    list(ValidationPrefetcher(held_out(corpus), 2, pin=True))
-    assert calls[0] == ("set_device", f"{THREAD}_0", (3,))
-    assert len(calls) == 1 + 2 * 10
-
-
-@pytest.mark.slow_after(2)
-@pytest.mark.parametrize("depth", [0, 2])
-def test_every_validation_pass_has_the_same_batches(corpus: Corpus, depth: int) -> None:
-    expected = [batch_hash([batch]) for batch in held_out(corpus)]
-    batches = ValidationPrefetcher(held_out(corpus), depth)
-    assert len(batches) == len(expected) == 10
-    for _ in range(2):
-        assert [batch_hash([batch]) for batch in batches] == expected
-        assert threads() == []
-    for _ in batches:
-        break  # what a pass left behind is not the beginning of the next
-    assert [batch_hash([batch]) for batch in batches] == expected

@@ -19,8 +19,8 @@ from tests.support.token_folders import TOKENIZER, write_megatron, write_prepare
 from titanlite.checkpoint.manifest import file_digest
 from titanlite.cli.main import main
 from titanlite.data import DataError, token_checks
-from titanlite.data.packing import PackedDataset
 from titanlite.data.prepared_tokens import fingerprint_of
+from titanlite.data.sequences import PackedDataset
 from titanlite.data.token_files import TokenFiles, TokenKeys, open_tokens
 from titanlite.data.token_hashes import TokenHashes
 from titanlite.data.token_paths import INDEX

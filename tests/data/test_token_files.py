@@ -5,9 +5,8 @@ target once.
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +15,8 @@ from tests.support.token_folders import LENGTHS, SIZE, TOKENIZER, write_megatron
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.sections import Training
 from titanlite.data import DataError, EndOfData
-from titanlite.data.packing import PackedDataset
-from titanlite.data.permutation import Permutation, epoch_key
 from titanlite.data.rows import IGNORE, FilePlace
+from titanlite.data.sequences import PackedDataset, Permutation, epoch_key
 from titanlite.data.text import TextReader, build_dataset
 from titanlite.data.token_files import open_tokens
 from titanlite.data.token_paths import INDEX, is_tokens
@@ -187,35 +185,12 @@ def test_megatron_documents_are_of_several_sequences(tmp_path: Path) -> None:
         rows_of(bin_file)
 
 
-def test_the_headers_of_npy_files_are_parsed_one_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parse = np.lib.format.read_array_header_1_0
-    parsing: list[int] = []
-    most = 0
-
-    def slow(stream: BinaryIO) -> object:
-        nonlocal most
-        parsing.append(1)
-        most = max(most, len(parsing))
-        time.sleep(0.01)
-        found = parse(stream)
-        parsing.pop()
-        return found
-
-    monkeypatch.setattr(np.lib.format, "read_array_header_1_0", slow)
-    for number in range(8):
-        np.save(tmp_path / f"{number}.npy", np.arange(10, dtype=np.uint32))
-    assert rows_of(tmp_path).documents == 8
-    assert most == 1
-
-
 def test_each_npy_file_is_one_document(tmp_path: Path) -> None:
     np.save(tmp_path / "1.npy", np.arange(10, dtype=np.uint32))
     np.save(tmp_path / "2.npy", np.arange(10, 15, dtype=np.int64))
     rows = rows_of(tmp_path, seq_len=7, shuffle=False, epochs=1)
     assert rows.sequence(1).tokens.tolist() == list(range(7, 14))
-    assert (rows.documents, rows.documents_in(1)) == (2, [(0, 3), (1, 5)])
+    assert (rows.corpus.documents, rows.documents_in(1)) == (2, [(0, 3), (1, 5)])
     np.save(tmp_path / "3.npy", np.zeros((2, 3)))
     with pytest.raises(
         DataError,

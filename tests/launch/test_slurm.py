@@ -88,15 +88,6 @@ def test_a_lost_node_leads_to_a_new_start(
     assert f"job {job} failed after" in (folder / "launch" / "failures.log").read_text()
 
 
-@pytest.mark.slow
-def test_what_would_fail_again_is_not_started_again(slurm: Cluster, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    job = submit(slurm, folder, "--training.dataset_path=/nowhere/text.jsonl")
-    assert slurm.wait(job, *ENDS) == "FAILED"
-    assert f"code {exit_codes.CONFIG}" in read_log(folder, job)
-    assert slurm.field(job, "Restarts") == "0"
-
-
 @pytest.mark.soak
 def test_the_tasks_of_a_job_array_do_one_run_after_the_other(
     slurm: Cluster, undisturbed: Path, tmp_path: Path

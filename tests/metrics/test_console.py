@@ -166,7 +166,7 @@ def test_commands_show_foreign_names_without_control_characters(
         assert "t\\x07" in drawn
         assert not re.search(r"\x1b(?!\[[0-9;]*m)|\x07", drawn)
     file = tmp_path / "a\x1b]0;owned\x07.toml"
-    assert cli.main(["checkpoint", "inspect", str(file)]) == 4
+    assert cli.main(["checkpoint", "ls", str(file)]) == 4
     told = capsys.readouterr().err
     assert "a\\x1b]0;owned\\x07.toml" in told
     assert "\x1b" not in told

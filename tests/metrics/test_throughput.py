@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.stand_ins import burn
+from titanlite.data.course import StepSize
 from titanlite.metrics import throughput
 from titanlite.metrics.throughput import (
     Throughput,
@@ -46,6 +47,10 @@ PEAKS = {
 }
 
 
+#: Of each step.
+SIZE = StepSize(4, 2048, 4)
+
+
 class Clock:
     """Stands in for `time`, but for the processor's."""
 
@@ -65,16 +70,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def make(devices: int = 1, peak: float | None = None) -> Throughput:
-    rate = Throughput(8192, 4, devices, 58_000_000_000, peak)
-    rate.start(100)
-    return rate
+    return Throughput(devices, {2048: 58_000_000_000}, peak)
 
 
 def test_rates_count_data_waits_and_leave_pauses_and_the_first_step_out(clock: Clock) -> None:
     rate = make(2, 989e12)
     clock.now += 60
-    rate.step_done()
-    first = rate.read(1)
+    rate.step_done(SIZE)
+    first = rate.read(99 * SIZE.tokens)
     assert first.figures["tps"] == pytest.approx(4096 / 60)
     assert first.seconds_left is None
     for _ in range(4):
@@ -82,10 +85,10 @@ def test_rates_count_data_waits_and_leave_pauses_and_the_first_step_out(clock: C
         clock.now += 0.5
         rate.enter("work")
         clock.now += 1.5
-        rate.step_done()
+        rate.step_done(SIZE)
     rate.enter("pause")
     clock.now += 30
-    found = rate.read(5)
+    found = rate.read(95 * SIZE.tokens)
     assert found.figures == pytest.approx(
         {
             "tps": 2048,
@@ -107,13 +110,13 @@ def test_a_single_slow_step_does_not_enter_the_time_left(clock: Clock) -> None:
     rate = make()
     for step, seconds in enumerate([60.0, 1.0, 1.0, 9.0, 1.0], 1):
         clock.now += seconds
-        rate.step_done()
-        found = rate.read(step)
+        rate.step_done(SIZE)
+        found = rate.read((100 - step) * SIZE.tokens)
         assert found.seconds_left == (pytest.approx(100 - step) if step > 1 else None)
     assert "mfu" not in found.figures
     clock.now += 1
-    rate.step_done()
-    assert rate.read(100).seconds_left == 0.0
+    rate.step_done(SIZE)
+    assert rate.read(0).seconds_left == 0.0
 
 
 def test_peaks_belong_to_exactly_these_devices() -> None:
@@ -175,14 +178,14 @@ def test_only_ones_own_work_in_steps_is_read(clock: Clock) -> None:
         rate.enter("pause")
         burn(0.3)
         rate.enter("work")
-        rate.step_done()
+        rate.step_done(SIZE)
     work, data = rate.own_seconds()
     assert 0.05 <= work < 0.15, (
         "neither data nor pauses nor waiting count as work, and it is per step"
     )
     assert data == pytest.approx(0.05)
-    rate.read(2)
-    rate.step_done()
+    rate.read(0)
+    rate.step_done(SIZE)
     work, data = rate.own_seconds()
     assert work < 0.05 and data == 0, "a reading begins a new window"
 
@@ -191,12 +194,11 @@ def test_a_reading_has_the_seconds_of_saves_since_the_last_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(monkeypatch)
-    meter = Throughput(100, 10, 1, 6, None)
-    meter.start(10)
-    meter.step_done()
-    assert "save_seconds" not in meter.read(1).figures
-    meter.step_done()
+    meter = make()
+    meter.step_done(SIZE)
+    assert "save_seconds" not in meter.read(0).figures
+    meter.step_done(SIZE)
     meter.enter("save")
     clock.now += 7
     meter.enter("work")
-    assert meter.read(2).figures["save_seconds"] == 7
+    assert meter.read(0).figures["save_seconds"] == 7

@@ -273,7 +273,7 @@ def _waiter(world: DistEnv, said: list[str], name: str, step: int) -> Callable[[
     return read_shard
 
 
-@pytest.mark.parametrize("phase", ["validate", "evaluate", "sample", "save", "data"])
+@pytest.mark.parametrize("phase", ["validate", "evaluate", "save", "data"])
 def test_a_long_phase_that_goes_on_is_no_hang_until_it_stops(phase: str) -> None:
     dog = HangWatchdog(Stall(deadline_seconds=100.0), Comm(init_timeout_seconds=100))
     dog.rank, dog._reported = 0, None
@@ -296,19 +296,17 @@ def test_a_long_phase_that_goes_on_is_no_hang_until_it_stops(phase: str) -> None
 
 def _marks(world: DistEnv, folder: str, tasks: list[str]) -> set[str]:
     progress_at.clear()
-    flags = ["--training.steps=1", "--validation.steps=2", "--sample.prompts=['a']", *tasks]
-    flags += ["--sample.max_tokens=2", "--checkpoint.enable_checkpoint", "--training.seq_len=32"]
+    flags = ["--training.steps=1", "--validation.steps=2", *tasks]
+    flags += ["--checkpoint.enable_checkpoint", "--training.seq_len=32"]
     hf = ["--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf"]
     make_trainer(world, folder, *flags, *hf).train()
     return set(progress_at)
 
 
-def test_validation_tasks_samples_and_the_export_tell_that_they_go_on(
-    pool: Pools, tmp_path: Path
-) -> None:
+def test_validation_tasks_and_the_export_tell_that_they_go_on(pool: Pools, tmp_path: Path) -> None:
     tasks = flags_of(write_tasks(tmp_path), "tiny_choice", freq=1)
     (marks,) = pool(1).run(quickly, _marks, str(tmp_path / "run"), tasks)
-    assert {"validate", "evaluate", "sample", "save"} <= marks
+    assert {"validate", "evaluate", "save"} <= marks
 
 
 def _sleep(world: DistEnv) -> list[str]:

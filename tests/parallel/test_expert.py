@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import run_of as sections
@@ -81,7 +80,6 @@ EP = "parallelism.expert_parallel_degree"
 LAYERS = "model.overrides.n_layers"
 COMPILE = "training.compile"
 OPTIMIZER = "optimizer.name"
-VARIANCE = "optimizer.variance_dtype"
 PIPELINE = {EP: 2, PP: 2, "training.batch_size": 2}
 STEPS = 3
 
@@ -129,8 +127,6 @@ MORE = {
     "pp 2": (4, PIPELINE),
     "pp 2, zero bubble": (4, {**PIPELINE, SCHEDULE: "ZBVZeroBubble", LAYERS: 4}),
     "one group": (2, {EP: 2, "training.fsdp_units": "root"}),
-    "prefetch": (4, {EP: 2, "training.prefetch": 1, RESHARD: "always"}),
-    "any precision": (4, {EP: 2, OPTIMIZER: "AnyPrecisionAdamW", VARIANCE: "float32"}),
 }
 
 
@@ -460,26 +456,3 @@ def test_frozen_experts_stay_frozen_and_those_that_ranks_cannot_share_are_refuse
 )
 def test_the_fewest_ranks_hold_the_experts(flags: list[str], ranks: int) -> None:
     assert smallest_world(load_file("debug_model.toml", [f"--{EP}=4", *flags])) == ranks
-
-
-def _two_matrices(world: DistEnv) -> torch.Tensor:
-    """Gather two matrices over 2 x 2 ranks, two of which have none, beside experts over all."""
-    mesh = world.build_mesh(dp_shard=2, tp=2)
-    expert_mesh(mesh, 2)
-    both = mesh["dp_shard", "tp"]
-    place = mesh["dp_shard"].get_local_rank()
-    has_one = mesh["tp"].get_local_rank() == 0
-    mine = torch.full((int(has_one), 3), float(place))
-    shape = torch.Size((2, 3))
-    divided = DTensor.from_local(
-        mine, both, [Shard(0), Shard(0)], run_check=False, shape=shape, stride=(3, 1)
-    )
-    return divided.redistribute(placements=[Replicate(), Replicate()]).to_local()
-
-
-def test_experts_under_tensor_parallelism_change_no_gather_of_uneven_parts(
-    pool: Pools,
-) -> None:
-    """DTensor would gather by a flattened mesh of both dimensions, and lose a matrix."""
-    for found in pool(4).run(_two_matrices):
-        assert found.tolist() == [[0.0] * 3, [1.0] * 3]

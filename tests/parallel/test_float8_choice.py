@@ -13,6 +13,7 @@ from titanlite.assembly.preflight import check_machine
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Float8
 from titanlite.features.float8.choice import Float8Choice, choose_linears, converted_names
+from titanlite.features.mx import package
 from titanlite.models import get_spec, resolve_args
 from titanlite.models.linears import linears_of
 from titanlite.models.spec import Size
@@ -87,39 +88,50 @@ def test_sizes_count_as_tensor_parallelism_leaves_them() -> None:
     assert parts["attention.wo"].size == Size(2048, 4096)
 
 
+NEW = {"torch": "2.13.0", "torchao": "0.18"}
+MX = [ON, "--float8.recipe_name=mxfp8", "--training.mixed_precision_param=bfloat16"]
+
+
 @pytest.mark.parametrize(
-    ("capability", "versions", "refused"),
+    ("flags", "capability", "versions", "refused"),
     [
-        (None, {}, "a CPU has no float8 products[^$]*float8.emulate = true"),
-        ((8, 0), {}, r"compute capability 8\.0, and float8 products need 8\.9"),
-        ((8, 6), {}, r"compute capability 8\.6, and float8 products need 8\.9"),
-        ((8, 9), {}, ""),
+        ([ON], None, NEW, "a CPU has no float8 products[^$]*float8.emulate = true"),
+        ([ON], (8, 0), NEW, r"compute capability 8\.0, and float8 products need 8\.9"),
+        ([ON], (8, 6), NEW, r"compute capability 8\.6, and float8 products need 8\.9"),
+        ([ON], (8, 9), NEW, ""),
         # These two store float8 wrong.
         (
+            [ON],
             (9, 0),
             {"torch": "2.14.0", "torchao": "0.17.0"},
             r"torch 2\.14\.0.*torchao 0\.17\.0.*'torchao>=0\.18'",
         ),
-        ((9, 0), {"torch": "2.13.0", "torchao": "0.17"}, ""),
+        ([ON], (9, 0), {"torch": "2.13.0", "torchao": "0.17"}, ""),
+        (MX, None, NEW, "a CPU has no MXFP8 products[^$]*float8.emulate = true"),
+        (MX, (9, 0), NEW, r"compute capability 9\.0, and torchao's kernels for MXFP8 need 10\.0"),
+        (MX, (12, 0), NEW, r"compute capability 12\.0, and torchao's kernels"),
+        (MX, (10, 0), NEW, ""),
+        (MX, (10, 3), NEW, ""),
+        ([*MX, "no kernels"], (10, 0), NEW, "has no kernels for MXFP8 with this torch"),
     ],
     ids=str,
 )
 def test_machines_without_float8_are_refused_unless_they_emulate_it(
     monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
     capability: tuple[int, int] | None,
     versions: dict[str, str],
     refused: str,
 ) -> None:
-    off = _run()
-    on = _run(ON)
-    emulated = _run(ON, "--float8.emulate")
+    words = [flag for flag in flags if flag != "no kernels"]
+    runs = [_run(), _run(*words), _run(*words, "--float8.emulate")]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A")
-    if versions:
-        monkeypatch.setattr("importlib.metadata.version", versions.get)
+    monkeypatch.setattr(package, "_has_kernels", lambda: words == flags)
+    monkeypatch.setattr("importlib.metadata.version", versions.get)
+    off, on, emulated = runs
     check_machine(off)
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
         check_machine(on)
-    if not versions:
-        check_machine(emulated)
+    check_machine(emulated)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from tests.support.mx_runs import MX
@@ -15,7 +13,6 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Config, Float8
 from titanlite.dist import ParallelismError
 from titanlite.features.float8.choice import Float8Choice
-from titanlite.features.mx import package
 from titanlite.features.mx.convert import apply_mx
 from titanlite.models import get_spec, resolve_args
 from titanlite.models.linears import linears_of
@@ -117,35 +114,6 @@ def test_products_of_a_gpu_are_bfloat16() -> None:
         run(*ON, dtype)
     assert run(*ON, BF16).float8.is_mx
     assert run(*EMULATED, dtype).float8.emulate
-
-
-@pytest.mark.parametrize(
-    ("capability", "kernels", "refused"),
-    [
-        (None, False, "a CPU has no MXFP8 products[^$]*float8.emulate = true"),
-        ((9, 0), True, r"compute capability 9\.0, and torchao's kernels for MXFP8 need 10\.0"),
-        ((12, 0), True, r"compute capability 12\.0, and torchao's kernels"),
-        ((10, 0), False, "has no kernels for MXFP8 with this torch"),
-        ((10, 0), True, ""),
-        ((10, 3), True, ""),
-    ],
-    ids=str,
-)
-def test_machines_without_it_are_refused_unless_they_emulate_it(
-    monkeypatch: pytest.MonkeyPatch,
-    capability: tuple[int, int] | None,
-    kernels: bool,
-    refused: str,
-) -> None:
-    on = run(*ON, BF16)
-    emulated = run(*EMULATED)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A")
-    monkeypatch.setattr(package, "_has_kernels", lambda: kernels)
-    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
-        check_machine(on)
-    check_machine(emulated)
 
 
 def test_an_older_torchao_is_refused_also_where_it_is_emulated(

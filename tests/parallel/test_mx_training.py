@@ -1,21 +1,17 @@
-"""Training in MXFP8 beside what `test_float8_training` has of it: compiled, switched, resumed."""
+"""Training in MXFP8 beside what `test_float8_training` has of it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.checkpoints import RUN as SAVED
-from tests.support.checkpoints import train as train_and_save
 from tests.support.float8_runs import RATES, RUN, WIDE, distance
-from tests.support.harness import OP, Run, changed, train
+from tests.support.harness import OP, changed, train
 from tests.support.mx_runs import MX
 from tests.support.pool import Pools
 from titanlite.config.sections import Compile, Float8
-from titanlite.dist.dist_env import DistEnv
 from titanlite.models import resolve_args
 
 pytestmark = pytest.mark.slow
@@ -52,33 +48,6 @@ def test_compiled_blocks_give_the_numbers_of_eager_ones(
     ours = pool(ranks).run(train, replace(run, compile=Compile(backend=backend)))[0]
     assert distance(ours.losses, eager.losses) <= limit
     assert distance(ours.norms, eager.norms) <= 20 * limit
-
-
-def _switched(world: DistEnv, run: Run, folder: str) -> dict[str, list[float]]:
-    """Losses of six steps, MXFP8 in the second half alone, in the first, in both and in none."""
-    found = {}
-    for name, halves in {
-        "none": (BF16, BF16),
-        "second": (BF16, MX),
-        "first": (MX, BF16),
-        "both": (MX, MX),
-    }.items():
-        losses = []
-        for float8, steps in zip(halves, ((1, 3), (4, 6)), strict=True):
-            half = replace(run, float8=float8)
-            losses += train_and_save(world, half, f"{folder}/{name}", *steps)["losses"]
-        found[name] = losses
-    return found
-
-
-def test_a_run_resumes_with_and_without_mxfp8(pool: Pools, tmp_path: Path) -> None:
-    run = replace(SAVED, training=RUN.training)
-    found = pool(2).run(_switched, run, str(tmp_path))[0]
-    assert found["second"][:3] == found["none"][:3]
-    assert found["first"][:3] == found["both"][:3]
-    assert len({tuple(losses) for losses in found.values()}) == 4
-    for losses in found.values():
-        assert distance(losses, found["none"]) < 0.02
 
 
 def test_weights_may_be_stored_in_bf16(pool: Pools) -> None:

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from tests.support.pool import free_port
-from tests.support.processes import ROOT, environment
-from titanlite import exit_codes
 from titanlite.dist import rendezvous
 from titanlite.dist.launch_env import LaunchEnv
 from titanlite.dist.rendezvous import (
@@ -29,7 +24,6 @@ from titanlite.dist.rendezvous import (
     share_from_rank_0,
 )
 from titanlite.dist.run_store import near_processes, register
-from titanlite.runs.lock import RunLock
 
 HOST = socket.gethostname()
 
@@ -148,32 +142,4 @@ def test_an_error_before_the_barrier_ends_the_other_ranks_with_its_text(
     assert max(ended.values()) - began < 200
     assert ended[0] > last_came[0], (
         "the rank that serves the store stays until the last has read it"
-    )
-
-
-@pytest.mark.slow
-def test_a_run_that_the_lock_refuses_ends_on_all_ranks_with_its_text(tmp_path: Path) -> None:
-    """Two ranks without torchrun, so only the waiting rank itself can end it."""
-    address = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-    }
-    command = [sys.executable, str(ROOT / "train.py"), f"--job.dump_folder={tmp_path}/run"]
-    with RunLock(tmp_path / "run"):
-        processes = [
-            subprocess.Popen(
-                command, env=environment(**address, RANK=rank), stderr=subprocess.PIPE, text=True
-            )
-            for rank in ("0", "1")
-        ]
-        codes, errors = zip(
-            *((p.wait(600), p.communicate()[1].splitlines()[-1]) for p in processes), strict=True
-        )
-    assert codes == (exit_codes.CHECKPOINT, exit_codes.LOST_PEER)
-    refused = f"{tmp_path}/run belongs to a run that is alive: process {os.getpid()} on {HOST}"
-    assert errors[0].startswith(f"error: {refused}")
-    assert errors[1].startswith(
-        f"error: rank 0 ({HOST}, process {processes[0].pid}) has ended: {refused}"
     )

@@ -245,7 +245,7 @@ QUICK_MORE = {
     "gpt_oss, ep 2, fsdp 2": 2,
     "llama4, cp 2": 1,
     "olmo3, cp 2": 1,
-    "deepseek_v3, 1 rank": 2,
+    "deepseek_v3, tp 2": 2,
     "qwen3_moe, 1 rank, a dense block": 2,
 }
 MORE = {
@@ -318,7 +318,6 @@ MORE = {
     "gemma3, pp 2, untied": 2,
     "chunks, gemma3, tp 2": 1,
     "deepseek_v3, fsdp 2, by operation, compiled": 1,
-    "deepseek_v3, tp 2": 2,
     "deepseek_v3, tp 2, no latent of queries, recomputed, compiled": 1,
     "deepseek_v3, cp 2, no latent of queries": 1,
     "deepseek_v3, pp 2, tp 2": 2,
@@ -419,15 +418,12 @@ def grid_on(*ranks: int) -> tuple[Any, ...]:
     """
     assert {ranks_of(row) for row in (*ROWS, *MORE)} <= {1, 2, 4, 8}, "no file would run the others"
 
-    def some(rows: Any, quick: Any = ()) -> Any:
-        return pytest.mark.parametrize(
-            "row",
-            [
-                pytest.param(row, marks=[] if row in quick else pytest.mark.slow)
-                for row in rows
-                if ranks_of(row) in ranks
-            ],
-        )
+    def some(rows: Any, quick: Any = (), most: int = 4) -> Any:
+        """Rows; those on more than `most` ranks are of `--soak`."""
+        here = [row for row in rows if ranks_of(row) in ranks]
+        slow = {row: "soak" if ranks_of(row) > most else "slow" for row in here}
+        marks = {row: [] if row in quick else [getattr(pytest.mark, slow[row])] for row in here}
+        return pytest.mark.parametrize("row", [pytest.param(r, marks=marks[r]) for r in here])
 
     def tier(row: str, column: str) -> list[pytest.MarkDecorator]:
         if (row, column) in QUICK:
@@ -466,7 +462,7 @@ def grid_on(*ranks: int) -> tuple[Any, ...]:
         run = run_of(config_of(row, column), column.optimizer)
         references.compare(replace(run, documents=DOCUMENTS), ranks_of(row))
 
-    @some(ROWS)
+    @some(ROWS, most=2)
     def bf16(references: References, row: str) -> None:
         """Mean distance of the losses from those on one rank: at most twice what another seed makes
         of them.

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tests.support.faults import NO_FAULT, Fault, inject
-from titanlite.cli.processes import search_path
 from titanlite.dist.signals import end_with_parent
 
 if TYPE_CHECKING:
@@ -45,7 +44,9 @@ def start_fork_server() -> None:
     """
     before = dict(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.update(NO_COLOR="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=search_path())
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    os.environ.update(NO_COLOR="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=path)
     try:
         server = multiprocessing.get_context("forkserver")
         server.set_forkserver_preload(["titanlite.assembly.build", "titanlite.trainer", __name__])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
-from tests.support.ranks import check
 from titanlite.runs.jsonl import read_metrics
 
 
@@ -39,10 +37,3 @@ def records(run: Path, needed: str = "") -> list[tuple[Any, ...]]:
             figures = [(key, row[key]) for key in kept if key in row]
             found.append((row["step"], *figures))
     return found
-
-
-def check_resumed(text: str, step: int) -> None:
-    """Fail unless a run resumed from this step. text: its output."""
-    found = re.findall(r"resumed from step (\d+)", text)
-    problem = f"the run resumed from step {', '.join(found) or 'none'}, not {step}"
-    check(found == [str(step)], problem, text)

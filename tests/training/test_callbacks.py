@@ -18,9 +18,9 @@ from titanlite import exit_codes
 from titanlite.assembly.own_callbacks import load_callbacks
 from titanlite.callbacks import Callback, CallbackError, Callbacks, RunEnd
 from titanlite.checkpoint.manifest import read_manifest
+from titanlite.config.dotted_paths import resolve
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
-from titanlite.config.resolve import resolve
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.signals import StopRequested
 from titanlite.optim.bad_steps import BadStepError

@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.golden_run import GoldenRun
-from tests.support.harness import alone
 from tests.support.pool import Pools
 from tests.support.processes import ROOT, TORCHRUN, python
 from tests.support.ranks import train
 from tests.support.tiny import TWENTY_STEPS, TWO_LAYERS, size
 from tests.support.whole_runs import losses_of, make_trainer, train_run
 from titanlite import build, exit_codes, load_config
-from titanlite.data.loader import Batch
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.dist.dist_env import DistEnv
 from titanlite.runs.attempts import read_attempts
@@ -42,46 +40,6 @@ def test_ten_resume_ten_equals_twenty_bit_for_bit(
     assert [r["tokens_seen"] for r in resumed if "loss" in r] == [
         256 * step for step in range(1, 21)
     ]
-
-
-MASKED = [
-    "--data.mask_documents",
-    "--data.packing=best-fit",
-    "--training.seq_len=512",
-    "--training.global_batch_size=4",
-]
-
-
-def _each_document_alone(world: DistEnv, folder: str) -> list[float]:
-    """Losses of the same run on one rank, with every document in a row of its own and no masks."""
-    parts = make_trainer(world, folder, *MASKED, "--training.steps=4").parts
-    losses = []
-    most = 0
-    for step in range(1, 5):
-        apart = []
-        for batch in parts.loader.next_step():
-            assert batch.documents is not None
-            most = max(most, int(batch.documents.max()))
-            tokens, labels = alone(batch.tokens[None], batch.labels[None], batch.documents[None])
-            apart.append(Batch(tokens[0], labels[0]))
-        losses.append(parts.train_step(apart, step, parts.learning_rate(step)).loss.item())
-    parts.close()
-    assert most >= 2, "several documents in a row"
-    return losses
-
-
-@pytest.mark.slow
-def test_masked_best_fit_rows_train_as_each_document_alone_and_resume_exactly(
-    pool: Pools, tmp_path: Path
-) -> None:
-    expected = pool(1).run(_each_document_alone, str(tmp_path / "alone"))[0]
-    flags = [*MASKED, "--training.steps=4", "--checkpoint.interval=2"]
-    losses = losses_of(pool(2).run(train_run, str(tmp_path), *flags)[0]["rows"])
-    assert [losses[step][0] for step in range(1, 5)] == pytest.approx(expected, abs=5e-6)
-    (tmp_path / "checkpoint" / "step-4").rename(tmp_path / "gone")
-    resumed = pool(2).run(train_run, str(tmp_path), *flags)[0]
-    assert losses_of(resumed["rows"]) == losses
-    assert any("resume verified" in line for line in resumed["said"])
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
@@ -126,7 +84,11 @@ def test_finished_run_says_how_to_go_on(pool: Pools, golden: GoldenRun, tmp_path
 
 @pytest.mark.slow
 def test_a_run_that_has_kept_its_weights_alone_has_ended(pool: Pools, tmp_path: Path) -> None:
-    flags = ["--training.steps=2", "--checkpoint.model_weights_only", "--no-validation.enable"]
+    flags = [
+        "--checkpoint.model_weights_only",
+        "--checkpoint.last_save_in_hf",
+        "--training.steps=2",
+    ]
     first, again = (pool(1).run(train_run, str(tmp_path), *flags)[0] for _ in range(2))
     assert (first["step"], again["code"]) == (2, exit_codes.CHECKPOINT)
     assert "this run has ended there" in again["error"]

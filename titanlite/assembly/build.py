@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.assembly.callbacks import build_callbacks, prompt_sampler
+from titanlite.assembly.callbacks import build_callbacks
 from titanlite.assembly.datasets import Datasets, read_datasets
 from titanlite.assembly.loaders import LoaderParts, build_loaders
 from titanlite.assembly.model import ModelParts, build_model, build_step
@@ -157,7 +157,6 @@ def build(
         from titanlite.assembly.rank_checks import compare_ranks
 
         compare_ranks(run, world, datasets)
-    sampler = prompt_sampler(run, datasets)
     model = build_model(run, world, datasets.tokenizer.vocab_size)
     optimizer, step = build_step(run, model)
     ema = run.features.ema
@@ -185,7 +184,7 @@ def build(
         course=loaders.course,
         resize=Resizer(run, model, loaders.course.size(1)),
     )
-    parts.callbacks, parts.trackers = build_callbacks(parts, watchdog, sampler, own)
+    parts.callbacks, parts.trackers = build_callbacks(parts, watchdog, own)
     if run.debug.deterministic:
         use_deterministic(run.debug.deterministic_warn_only)
     return parts

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from titanlite.assembly.datasets import Datasets
 from titanlite.assembly.start_report import StartReport
 from titanlite.callbacks import Callback
 from titanlite.data.text_report import checks_of
@@ -22,23 +21,20 @@ from titanlite.metrics.run_callbacks import (
 )
 from titanlite.metrics.throughput import Throughput, device_name
 from titanlite.metrics.watchdog import HangWatchdog
-from titanlite.run.config import RunConfig
 from titanlite.runs.provenance import public_config
 
 if TYPE_CHECKING:
     from titanlite.assembly.build import TrainingComponents
-    from titanlite.metrics.samples import PromptSampler
 
 
 def build_callbacks(
     parts: TrainingComponents,
     watchdog: HangWatchdog | None,
-    sampler: PromptSampler | None,
     own: Sequence[Callback],
 ) -> tuple[list[Callback], Callable[[], dict[str, str]]]:
     """Return every callback of a run, in order, and a function that names the run at its services.
 
-    watchdog: entered by the caller. sampler: of `prompt_sampler`. own: those of the user.
+    watchdog: entered by the caller. own: those of the user.
     """
     run = parts.run
     gc = GarbageCollection(run.training.gc_freq)
@@ -49,9 +45,6 @@ def build_callbacks(
         # Before the metrics, which begin a new peak.
         every.append(_peak_check(parts))
     every += [*figures, metrics, *_optional(parts, metrics)]
-    if sampler is not None:
-        sampler.show = metrics.write_texts
-        every.append(sampler)
     every += own
     for feature in run.features.on:
         every += feature.callbacks(parts, metrics.write)
@@ -108,17 +101,6 @@ def _optional(parts: TrainingComponents, metrics: MetricsLogger) -> Iterator[Cal
         yield _document_log(parts)
 
 
-def prompt_sampler(run: RunConfig, datasets: Datasets) -> PromptSampler | None:
-    """Return what samples prompts during training; None without prompts. Raises ConfigError."""
-    if not run.sample.prompts:
-        return None
-    from titanlite.metrics.samples import PromptSampler
-
-    longest = run.model_args(datasets.tokenizer.vocab_size).max_seq_len // run.mesh.context
-    folder = Path(run.job.dump_folder)
-    return PromptSampler(run.sample, datasets.tokenizer, longest, run.mesh.tensor, folder)
-
-
 def _figures(parts: TrainingComponents) -> list[Any]:
     """Return the callbacks whose figures are sums over all ranks: of sources, of experts."""
     run = parts.run
@@ -139,16 +121,10 @@ def _metrics(
     parts: TrainingComponents, gc: GarbageCollection, figures: Sequence[Any]
 ) -> MetricsLogger:
     run = parts.run
-    meter = Throughput(
-        run.batch.tokens_per_step,
-        run.batch.global_batch_size,
-        parts.world.size,
-        run.flops_per_token(parts.args, run.batch.seq_len),
-        _peak_flops(parts),
-    )
-    for batch in run.legs.values():
-        flops = run.flops_per_token(parts.args, batch.seq_len)
-        meter.flops_by_length[batch.seq_len] = flops
+    flops = {}
+    for batch in (run.batch, *run.legs.values()):
+        flops[batch.seq_len] = run.flops_per_token(parts.args, batch.seq_len)
+    meter = Throughput(parts.world.size, flops, _peak_flops(parts))
     toml = public_config(run.toml)
     return MetricsLogger(run.metrics, run.job, parts.world, toml, meter, gc.read, figures)
 

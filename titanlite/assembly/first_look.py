@@ -1,4 +1,4 @@
-"""The first look at tokenizer and text, before there is any process. Nothing here imports numpy."""
+"""The first look at tokenizer and text, before there is any process. It imports numpy late."""
 
 from __future__ import annotations
 

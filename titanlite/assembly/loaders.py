@@ -13,15 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.assembly.datasets import Datasets, phases_of
 from titanlite.data.course import Course
 from titanlite.data.loader import TrainLoader
-from titanlite.data.prefetch import Prefetcher, ValidationPrefetcher
+from titanlite.data.prefetch import Prefetcher
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps
 from titanlite.run.config import RunConfig
 from titanlite.validation import ValidationSet
 
 if TYPE_CHECKING:
+    from titanlite.data.held_out import PassLoader
     from titanlite.data.phases import Phases
-    from titanlite.data.prefetch import PassLoader
     from titanlite.features.ema.average import WeightAverage
 
 #: Steps kept back for the case that a stream ends: on a GPU all ranks stop within two steps.
@@ -59,7 +59,8 @@ def build_loaders(
     steps.follow(course)
     # Only a stream has a state.
     reserve = _RESERVE if datasets.train.state_dict() else 0
-    train = Prefetcher(_divided(run, mesh, steps), run.data.prefetch, _pins(run, mesh), reserve)
+    pin = run.data.pin_memory and mesh.device_type == "cuda"
+    train = Prefetcher(_divided(run, mesh, steps), run.data.prefetch, pin, reserve)
     validation = None
     if datasets.validation:
         validation = build_validation(run, mesh, datasets.validation)
@@ -70,21 +71,18 @@ def build_loaders(
 
 def build_validation(run: RunConfig, mesh: DeviceMesh, texts: Mapping[str, Rows]) -> ValidationSet:
     """Build this rank's part of the held-out texts, see `read_held_out`."""
-    from titanlite.data.held_out import ValidationLoader
+    from titanlite.data.held_out import SequenceParts, ValidationLoader
 
     section = run.validation
     rank, ranks = data_parallel_rank(mesh), run.mesh.dp_degree
     size = section.batch_size or run.batch.micro_batch_size
-    pin = _pins(run, mesh)
     loaders = {}
     measured = []
     for name, rows in texts.items():
         passes: PassLoader = ValidationLoader(rows, size, section.steps, rank, ranks)
         if section.parts is not None:
-            from titanlite.data.sequence_parts import SequenceParts
-
             passes = SequenceParts(passes, section.parts)
-        loaders[name] = ValidationPrefetcher(_divided(run, mesh, passes), run.data.prefetch, pin)
+        loaders[name] = _divided(run, mesh, passes)
         # A part of the text depends on the size of a batch over all ranks; all of it does not.
         part = None if section.steps == -1 else section.steps * size * ranks
         measured.append([name, rows.fingerprint, rows.settings, part])
@@ -105,7 +103,3 @@ def _divided(run: RunConfig, mesh: DeviceMesh, loader: Any) -> Any:
     """Return a loader of this rank's part of each sequence, where ranks share sequences."""
     context = run.features.context
     return loader if context is None else context.loader(loader, mesh)
-
-
-def _pins(run: RunConfig, mesh: DeviceMesh) -> bool:
-    return run.data.pin_memory and mesh.device_type == "cuda"

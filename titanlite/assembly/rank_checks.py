@@ -158,18 +158,22 @@ def check_ranks(
         )
     _refuse(problems)
     if world.rank == 0:
-        for warning in warnings:
-            logger.warning(warning)
-        size = 4 * _ELEMENTS[world.device.type]
-        slowest = max(rank.sum_seconds for rank in ranks)
-        product = median(rank.product_seconds for rank in ranks)
-        logger.info(
-            f"{len(ranks)} ranks on {counted(len({rank.host for rank in ranks}), 'hosts')} agree, "
-            f"checked in {human_time(time.perf_counter() - began)}: all-reduce of "
-            f"{human_bytes(size)} {size / slowest / 1e9:.3g} GB/s, product "
-            f"{2 * _ROWS[world.device.type] ** 3 / product / 1e12:.3g} TFLOPS"
-        )
+        _log(ranks, warnings, world.device.type, time.perf_counter() - began)
     return warnings
+
+
+def _log(ranks: Sequence[Rank], warnings: Sequence[str], device_type: str, seconds: float) -> None:
+    for warning in warnings:
+        logger.warning(warning)
+    size = 4 * _ELEMENTS[device_type]
+    slowest = max(rank.sum_seconds for rank in ranks)
+    product = median(rank.product_seconds for rank in ranks)
+    logger.info(
+        f"{len(ranks)} ranks on {counted(len({rank.host for rank in ranks}), 'hosts')} agree, "
+        f"checked in {human_time(seconds)}: all-reduce of "
+        f"{human_bytes(size)} {size / slowest / 1e9:.3g} GB/s, product "
+        f"{2 * _ROWS[device_type] ** 3 / product / 1e12:.3g} TFLOPS"
+    )
 
 
 def _refuse(problems: Iterable[str]) -> None:

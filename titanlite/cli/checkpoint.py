@@ -1,4 +1,4 @@
-"""`titanlite checkpoint`: list, inspect, verify, compare and delete.
+"""`titanlite checkpoint`: list, verify, compare and delete.
 
 No torch until it is needed.
 """
@@ -6,8 +6,6 @@ No torch until it is needed.
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import time
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -16,8 +14,6 @@ from titanlite import exit_codes
 from titanlite.checkpoint.manifest import (
     FILE,
     CheckpointError,
-    Manifest,
-    parse_manifest,
     progress,
     root_of,
     step_folder,
@@ -29,15 +25,13 @@ from titanlite.cli.checkpoint_folders import (
     INVALID,
     NEWER,
     VALID,
-    Entry,
     checkpoint_of,
-    inspect,
     list_checkpoints,
     remove,
     verify,
 )
 from titanlite.cli.parser import Commands, add_group, add_to_group
-from titanlite.utils import Table, counted, escape_name, human_bytes, human_time, render, say
+from titanlite.utils import Table, counted, human_bytes, human_time, render, say
 
 if TYPE_CHECKING:
     from titanlite.cli.hub.tensors import TensorDifference
@@ -49,10 +43,9 @@ DIFFERENT = 1
 
 def add_commands(commands: Commands) -> None:
     """Add `checkpoint` with its own commands to argparse."""
-    about = "list, inspect, verify, compare and delete checkpoints"
+    about = "list, verify, compare and delete checkpoints"
     actions = add_group(commands, "checkpoint", about)
     _add_ls(actions)
-    _add_inspect(actions)
     _add_verify(actions)
     _add_diff(actions)
     _add_rm(actions)
@@ -74,12 +67,6 @@ def _add_ls(actions: Commands) -> None:
     help = "list checkpoints with size, state and time"
     add = add_to_group(actions, _ls, help, more, _CODES).add
     add("paths", nargs="+", **_FOLDER, help=_PATHS)
-
-
-def _add_inspect(actions: Commands) -> None:
-    help = "show the manifest of one: step, run, files, tensors"
-    add = add_to_group(actions, _inspect, help, "", _CODES).add
-    add("path", **_ONE)
 
 
 def _add_verify(actions: Commands) -> None:
@@ -115,9 +102,6 @@ def _ls(arguments: argparse.Namespace) -> str:
 
 
 def _listing(root: AnyPath) -> str:
-    """Return a table of the checkpoints of a folder, and below it their faults and the newest valid
-    one.
-    """
     found = list_checkpoints(root)
     rows = []
     notes = []
@@ -125,7 +109,7 @@ def _listing(root: AnyPath) -> str:
         ranks = written = "–"
         if entry.manifest is not None:
             ranks = str(entry.manifest.world_size)
-            written = _time(entry.manifest)
+            written = f"{datetime.fromtimestamp(entry.manifest.created):%Y-%m-%d %H:%M:%S}"
         size = human_bytes(entry.size)
         rows.append((entry.folder.name, entry.description, size, ranks, written))
         if entry.reason:  # of a quarantined one it names the files by their old name
@@ -136,55 +120,6 @@ def _listing(root: AnyPath) -> str:
     newest = f"newest valid: {valid[-1].folder.name}" if valid else "none is valid"
     total = f"{root}: {human_bytes(sum(entry.size for entry in found))}, {newest}"
     return "\n".join([render(table), *notes, total])
-
-
-def _time(manifest: Manifest) -> str:
-    return f"{datetime.fromtimestamp(manifest.created):%Y-%m-%d %H:%M:%S}"
-
-
-def _inspect(arguments: argparse.Namespace) -> str:
-    folder = checkpoint_of(arguments.path)
-    manifest = parse_manifest(folder)
-    lines = [str(folder)]
-    for label, text in _facts(manifest, inspect(folder)).items():
-        # A line end or a colour in a value could pass for a fact.
-        if text:
-            lines.append(f"  {escape_name(label):<13} {escape_name(text)}")
-    files = []
-    for name, size in sorted(manifest.files.items()):
-        files.append((name, f"{size:,}", manifest.hashes.get(name, "–")))
-    tensors = []
-    for name, (dtype, shape) in manifest.tensors.items():
-        tensors.append((name, dtype, " x ".join(map(str, shape)) or "scalar"))
-    about_files = render(Table(("file", "bytes", "hash"), files, (0, 2)))
-    about_tensors = render(Table(("tensor", "type", "shape"), tensors, (0, 1, 2)))
-    return "\n\n".join(["\n".join(lines), about_files, about_tensors])
-
-
-def _facts(manifest: Manifest, entry: Entry) -> dict[str, str]:
-    shapes = [shape for name, (_, shape) in manifest.tensors.items() if name.startswith("model.")]
-    loss = manifest.validation_loss
-    state = entry.description
-    if entry.reason:
-        state += f": {entry.reason}"
-    commit = str(manifest.git.get("commit", ""))
-    if manifest.git.get("dirty"):
-        commit += " with uncommitted changes"
-    return {
-        "state": state,
-        "step": f"{manifest.step:,}",
-        "written": f"{_time(manifest)} by {counted(manifest.world_size, 'ranks')}",
-        "size": f"{human_bytes(manifest.size)} in {counted(len(manifest.files), 'files')}",
-        "model": f"{counted(len(shapes), 'tensors')}, {sum(map(math.prod, shapes)):,} parameters",
-        "adapters": json.dumps(manifest.config["lora"]) if "lora" in manifest.config else "",
-        "dtype": manifest.dtype,
-        "validation": "" if loss is None else f"loss {loss:.4f}",
-        **manifest.trackers,
-        "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
-        "commit": commit,
-        **{name: value for name, value in manifest.fingerprints.items() if name != "model"},
-        "train": json.dumps(manifest.train),
-    }
 
 
 def _verify(arguments: argparse.Namespace) -> Answer:

@@ -14,7 +14,7 @@ from titanlite.cli.parser import (
     add_to_group,
     files_of,
 )
-from titanlite.config.aliases import ALIASES, key_of, names_of
+from titanlite.config.aliases import ALIASES, key_of, learn, names_of
 from titanlite.config.checks import broken, missing_files
 from titanlite.config.dialect import LATER_DEFAULTS
 from titanlite.config.errors import COMMAND_LINE, bad_flag, unfit
@@ -134,7 +134,6 @@ def world_size_of(asked: int | None) -> tuple[int | None, str]:
 
 
 def _report(config: LoadedConfig, run: RunConfig, why: str, style: Style) -> str:
-    """Return what a run of the config does, line by line."""
     rows = {
         "model": f"{run.model.title}, {_size(run)}",
         "ranks": f"{run.mesh.world_size} ({why}), {_degrees(run)}",
@@ -226,7 +225,7 @@ def _explain(arguments: argparse.Namespace) -> str:
 
 
 def _explain_one(config: LoadedConfig, name: str, style: Style) -> str:
-    """Explain a section, or a key (by any of its names). Raises ConfigError for an unknown one."""
+    learn(name.partition(".")[0])
     if name in sections():
         return _explain_section(config, name, style)
     if name in UNSUPPORTED:
@@ -256,7 +255,6 @@ def _explain_unsupported(name: str, style: Style) -> str:
 
 
 def _facts(key: Key) -> Iterator[tuple[str, str]]:
-    """Yield what is true of a key in every config: a label, and its text."""
     yield "type", key.expected
     yield "default", quote(key.default)
     yield "meaning", key.description

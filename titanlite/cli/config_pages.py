@@ -98,7 +98,6 @@ _SWEEP_ROWS = (
 
 
 def _later_model(model: tuple[str, str]) -> tuple[str, str, str, str]:
-    """Return the row of a model of torchtitan 0.2.x."""
     name, flavor = model
     later = LATER_MODELS[model]
     keys_ = ", ".join(f"{_code(key)} = {_value(value)}" for key, value in later.settings.items())
@@ -107,7 +106,6 @@ def _later_model(model: tuple[str, str]) -> tuple[str, str, str, str]:
 
 
 def _accepted(key: Unsupported) -> str:
-    """Return the values of an unsupported key that are accepted."""
     values = " or ".join(map(_value, key.off))
     return f"{values}; any while {_code(key.switch)} is off" if key.switch else values
 
@@ -179,7 +177,6 @@ def json_schema() -> Schema:
 
 
 def _sweep() -> Schema:
-    """Return the table of `titanlite sweep`, whose names are keys of the run."""
     return {
         "type": "object",
         "description": "The points of `titanlite sweep`, by section.key; a run itself ignores it.",
@@ -222,7 +219,6 @@ def _section(name: str, owner: type[Section]) -> Schema:
 
 
 def _values(name: str, type_: Any) -> Schema:
-    """Return the values that a name takes, those of other versions included."""
     own = _type(type_)
     later = [
         {"const": other, "deprecated": True, "description": f'Another name of "{value}".'}

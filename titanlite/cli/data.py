@@ -105,7 +105,6 @@ def _prepare(arguments: argparse.Namespace) -> str | tuple[str, int]:
 
 
 def _as_options(text: str) -> str:
-    """Return words about keys of the config as words about options of a command."""
     text = text.replace("model.tokenizer_path", "--tokenizer")
     for name in _KEYS:
         text = re.sub(rf"\bdata\.{name}\b", f"--{name.replace('_', '-')}", text)
@@ -119,7 +118,7 @@ def _verify(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def _peek(arguments: argparse.Namespace) -> str:
-    from titanlite.cli.look import peek
+    from titanlite.cli.peek import peek
     from titanlite.resolve.load import check_config
 
     if arguments.rows < 0 or arguments.first < 0:

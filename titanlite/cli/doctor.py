@@ -51,7 +51,7 @@ def add_command(commands: Commands) -> None:
         commands,
         _run,
         "doctor",
-        "examine this machine: versions, devices, network, folders, clock",
+        "examine this machine: versions, devices, network, folders",
         "Examine this machine and print each finding with its fix. With CONFIG also "
         f"what that config needs, and its folders. {FLAGS}",
         "Exit status: 0, or 1 with an error among the findings, or 2 for a wrong config.",
@@ -89,7 +89,6 @@ def checks(run: RunConfig | None = None) -> dict[str, Check]:
         "limits": _limits,
         "network": _network,
         "folder": partial(_folder, here),
-        "clock": _clock,
     }
     if run:
         found["run folder"] = partial(_folder, run.job.dump_folder)
@@ -197,7 +196,6 @@ def _gpus() -> _Found:
 
 
 def _gpu(line: str) -> _Found:
-    """Judge a GPU by a line of nvidia-smi."""
     index, name, driver, total, used, capability, ecc = line.split(", ")
     about = f"{name}, {total} MiB, capability {capability}, driver {driver}"
     yield OK, f"GPU {index}: {about}"
@@ -234,7 +232,6 @@ def _network() -> _Found:
 
 
 def _existing(name: str) -> Path:
-    """Return a folder, or the first above it that is there."""
     folder = Path(os.path.realpath(name))
     return next(one for one in (folder, *folder.parents) if one.is_dir())
 
@@ -271,17 +268,7 @@ def _folder(name: str) -> _Found:
         yield WARNING, f"the clock of {folder} differs by {skew:+.0f} s from this machine's", fix
 
 
-def _clock() -> _Found:
-    text = _command("timedatectl", "show", "--property=NTPSynchronized") or ""
-    if "=no" in text:
-        yield WARNING, "the clock is not synchronized", "timedatectl set-ntp true, or start chronyd"
-    else:
-        state = "synchronized" if "=yes" in text else "whether it is synchronized is not known here"
-        yield OK, f"{time.strftime('%F %T %Z')}, {state}"
-
-
 def _config(run: RunConfig) -> _Found:
-    """Check whether this machine fits a config."""
     from titanlite.assembly.preflight import machine_problems
     from titanlite.data import DataError
     from titanlite.data.tokenizer import load_tokenizer

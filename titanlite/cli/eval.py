@@ -80,7 +80,6 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def _run_tasks(arguments: argparse.Namespace) -> tuple[str, int]:
-    """Return the figures of the tasks as text or JSON, and the exit code."""
     check_weights(to_path(arguments.checkpoint))
     names = arguments.tasks.split(",")
     from titanlite.features.tasks.harness import load_tasks

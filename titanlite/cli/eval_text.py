@@ -60,6 +60,9 @@ _NO_TRAINING = (
     "--checkpoint.initial_load_model_only",
     "--checkpoint.initial_load_in_hf=false",
     "--checkpoint.create_seed_checkpoint=false",
+    # Keys of earlier versions that are gone.
+    "--float8.drift_check=0",
+    "--training.fsdp_min_params=100000000",
 )
 
 

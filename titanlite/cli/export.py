@@ -81,7 +81,6 @@ def _run(arguments: argparse.Namespace) -> str:
 
 
 def _model_of(file: str) -> ModelOf:
-    """Return the model of a TOML file. Raises ConfigError."""
     from titanlite.cli.hub.convert import ModelOf
     from titanlite.resolve.load import check_config
 

@@ -33,7 +33,6 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _plain_words(words: Sequence[str]) -> list[str]:
-    """Return the words up to the next option."""
     return list(itertools.takewhile(lambda word: not begins_option(word), words))
 
 

@@ -92,7 +92,6 @@ def launch(name: str, argv: list[str], how: How) -> str:
 
 
 def _refuse_spares(name: str, job: Job) -> None:
-    """Raise ConfigError for spare machines where the system has none."""
     if name != "slurm" and job.launch.spare_nodes:
         hint = "leave it out; what the system itself does with a lost machine is in docs/launch"
         raise unfit("launch.spare_nodes", f"{name} has no such jobs, only Slurm has", hint)

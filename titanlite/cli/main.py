@@ -67,7 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(text: str) -> None:
-    """Print a result."""
     if sys.stdout.isatty():
         text = escape(text, colors=True, verbatim=True)
     try:

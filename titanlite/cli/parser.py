@@ -97,8 +97,7 @@ GONE = {
     "data stats": "`titanlite data peek CONFIG` begins with the figures of the text",
     "benchmark --json": "benchmark.json has the figures",
     "checkpoint convert": "`titanlite export` writes Hugging Face and PEFT folders",
-    "checkpoint inspect --config": "`jq -r .config.toml step-N/manifest.json` prints it",
-    "checkpoint inspect --json": "step-N/manifest.json has it",
+    "checkpoint inspect": "`jq . step-N/manifest.json` prints step, tensors, files and config",
     "checkpoint ls --json": "the file manifest.json of each step has it",
     "checkpoint rm --dry-run": "`titanlite checkpoint ls` shows the sizes",
     "config diff": "`diff` compares what `titanlite config show` prints of each file",
@@ -112,6 +111,8 @@ GONE = {
     "import": "checkpoint.initial_load_path takes the folder itself",
     "ladder --at": "name the config of the size",
     "ladder --gpu": "`titanlite plan` tells time and memory of a run",
+    "ladder --fit": "the same command fits the finished runs again",
+    "ladder --gpus": "set training.global_batch_size",
     "ladder --json": "points.json has the results",
     "launch sagemaker": "docs/launch/sagemaker.md has a script for its SDK",
     "launch skypilot": "a task of SkyPilot runs `titanlite train` (docs/launch/README.md)",
@@ -197,7 +198,6 @@ class Parser(argparse.ArgumentParser):
         return GONE.get(f"{self.prog} {word}".removeprefix("titanlite "), "")
 
     def _refuse_gone(self, word: str) -> None:
-        """End the process for a command or a choice of earlier versions."""
         if instead := self._gone(word):
             self.error(f"`{self.prog} {word}` is gone: {instead}")
 

@@ -125,7 +125,6 @@ def prepare(
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; {} without one."""
     with contextlib.suppress(OSError, ValueError):
         return dict(parse_json(file.read_bytes()))
     return {}
@@ -160,7 +159,6 @@ def _refuse_others(folder: Path, plan: dict[str, Any], stamp: str) -> None:
 
 
 def _is_whole(folder: Path, part: dict[str, Any]) -> bool:
-    """Return whether the files of a part have their checksums."""
     try:
         hashes_of(folder, part).compare()
     except (DataError, OSError):
@@ -180,7 +178,6 @@ def _reopen(folder: Path, index: dict[str, Any]) -> None:
 def _publish(
     folder: Path, parts: list[dict[str, Any]], tokenizer: Tokenizer, plan: dict[str, Any]
 ) -> dict[str, Any]:
-    """Write the index, and remove all that is not of it."""
     files = list(dict.fromkeys(file for part in parts for file, _, _ in part["sources"]))
     numbers = {file: n for n, file in enumerate(files)}
     for part in parts:
@@ -267,7 +264,6 @@ def _start(worker: _Worker) -> None:
 def _run(
     tasks: list[Task], shards: TextFiles, folder: Path, options: Options, workers: int
 ) -> list[dict[str, Any]]:
-    """Tokenize all tasks in processes; return the parts in order."""
     context = multiprocessing.get_context("spawn")
     processes = max(1, min(workers, len(tasks)))
     done = context.Value("q", 0)
@@ -325,7 +321,6 @@ def _name(task: Task, parts: Sequence[Any]) -> str:
 
 
 def _finished(folder: Path, name: str, task: Task) -> dict[str, Any] | None:
-    """Return the record of a part that was written from the same text and is whole."""
     part = _read(folder / f"{name}.json")
     is_ours = (part.get("name"), part.get("stamp")) == (name, task.stamp)
     return part if is_ours and _is_whole(folder, part) else None

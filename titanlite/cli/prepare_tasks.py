@@ -217,7 +217,6 @@ def records_of(shards: TextFiles, piece: Piece, start: int) -> Iterator[Record]:
 
 
 def _place_of(piece: Piece) -> str:
-    """Return the name of a piece, for messages and as the file of its records."""
     if piece.unit == "bytes" and piece.first:
         return f"{piece.name} from byte {piece.first:,} on"
     return piece.name

@@ -133,7 +133,6 @@ def _continued(
     max_tokens: int,
     first_row: int,
 ) -> list[dict[str, Any]]:
-    """Return what each prompt continues with, as the JSON output has it."""
     from titanlite.models.generate import generate, text_after
 
     written: list[list[int]] = [[] for _ in prompts]

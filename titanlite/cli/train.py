@@ -94,7 +94,6 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def _ranks(asked: str | None, gpus: int) -> int:
-    """Return the number of ranks. Raises ConfigError."""
     name = "--nproc"
     text = asked
     if text is None:
@@ -118,7 +117,6 @@ def check_ranks(ranks: int) -> None:
 
 
 def _shown(ranks: int) -> list[int]:
-    """Return the ranks of LOG_RANK. Raises ConfigError."""
     text = os.environ.get("LOG_RANK", "0")
     words = re.split("[, ]+", text.strip())
     if not all(word.isdecimal() and int(word) < ranks for word in words):
@@ -147,7 +145,6 @@ def _rendezvous(nodes: int, node: int, master: str | None) -> list[str]:
 
 
 def _output(ranks: int, shown: list[int]) -> list[str]:
-    """Return torchrun's options for the output of the ranks."""
     options = ["--local-ranks-filter", ",".join(map(str, shown))]
     terminal = sys.stdout.isatty()
     if terminal and shown == [0] and ranks <= 10:

@@ -148,9 +148,6 @@ CONFLICTS: tuple[Rule, ...] = (
         "it may need all gradients",
     ),
     Rule(
-        "sample.prompts", bool, _PP, several, "no rank of a pipeline computes the next token alone"
-    ),
-    Rule(
         "training.gradient_sync",
         "every",
         _PP,
@@ -173,7 +170,6 @@ def _pairs(config: LoadedConfig) -> Iterator[Problem]:
 
 
 def _numbers(config: LoadedConfig) -> Iterator[Problem]:
-    """Find numbers that another number excludes."""
     d = config.sections
     guard = d.guard
     profiling = d.profiling
@@ -205,7 +201,6 @@ def _numbers(config: LoadedConfig) -> Iterator[Problem]:
 
 
 def _entries(config: LoadedConfig) -> Iterator[Problem]:
-    """Find wrong entries of lists and tables."""
     d = config.sections
     for item in d.data.skip_steps:
         first, last = steps_of(item)
@@ -232,7 +227,6 @@ def _entries(config: LoadedConfig) -> Iterator[Problem]:
 
 
 def _texts(config: LoadedConfig) -> Iterator[Problem]:
-    """Find names of text that lead nowhere, and wrong lists of sources."""
     d = config.sections
     for section, text in (("training", d.training), ("validation", d.validation)):
         if text.dataset_path is None:
@@ -260,7 +254,6 @@ def _bad_name(key: str, name: str) -> Iterator[Problem]:
 
 
 def _phases(config: LoadedConfig) -> Iterator[Problem]:
-    """Find wrong phases of a mixture."""
     d = config.sections
     names = {source.title for source in d.data.source}
     for number, phase in enumerate(d.data.phase):
@@ -304,7 +297,6 @@ def _sources(
 
 
 def _fields(d: Config, key: str, source: DataSource | Data) -> Iterator[Problem]:
-    """Check the keys of a text that name fields of its records."""
     for name in _TEXT_KEYS if source.messages_key else ():
         if getattr(source, name):
             yield Problem("conflict", key, f"has messages_key and {name}", "leave one out")
@@ -315,7 +307,6 @@ def _fields(d: Config, key: str, source: DataSource | Data) -> Iterator[Problem]
 
 
 def _trackers(config: LoadedConfig) -> Iterator[Problem]:
-    """Find trackers that nothing here has."""
     for name in config.sections.metrics.tracker_names:
         place = doors.place_of("trackers", name)
         message = f"there is no tracker {quote(name)}" if place is None else doors.lack(place)
@@ -350,7 +341,6 @@ def missing_files(config: LoadedConfig) -> Iterator[Problem]:
 
 
 def _paths(config: LoadedConfig) -> Iterator[tuple[str, str | None]]:
-    """Yield each path that a run of the config reads, by its key."""
     d = config.sections
     if d.model.tokenizer_path != BUNDLED_TOKENIZER_NAME:
         yield "model.tokenizer_path", d.model.tokenizer_path
@@ -410,7 +400,6 @@ def closed_urls(config: LoadedConfig) -> Iterator[Problem]:
 
 
 def _texts_in(value: Any) -> Iterator[str]:
-    """Yield the texts in a value of a key, in lists and tables too."""
     if isinstance(value, str):
         yield value
     if isinstance(value, Struct):

@@ -51,7 +51,6 @@ def config_claims(place: str, key: str, written: Any, value: Any) -> Iterator[Cl
 
 
 def _dotted_paths(key: str, value: Any) -> Iterator[str]:
-    """Yield the dotted paths and modules in the value of a key."""
     if key in extensions.KEYS:
         names = [value] if isinstance(value, str) else value or []
         yield from (name for name in names if is_dotted(name))

@@ -169,8 +169,7 @@ class Data(Section, frozen=True):
     each rank tokenizes alone.
     """
     prefetch: Natural = 2
-    """Steps (in validation, batches) that a background thread keeps ready. 0: prepared when needed.
-    """
+    """Steps that a background thread keeps ready. 0: prepared when needed."""
     pin_memory: bool = True
     """On GPUs, that thread puts batches into page-locked memory, so that copies do not wait."""
     log_documents: bool = False

@@ -16,7 +16,6 @@ from titanlite.config.toml import quote
 
 @cache
 def _classes(module: str) -> dict[str, list[ast.stmt]]:
-    """Return the classes of a module with the statements in them."""
     tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text(encoding="utf-8"))
     return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
 
@@ -64,7 +63,6 @@ def _describe(part: Any) -> str:
 
 
 def _describe_list(item: Any) -> str:
-    """Return the type of a list in words. item: the type of its items."""
     if section := inner_section(item):
         return f"an array of tables with {', '.join(section.__struct_fields__)}"
     if get_origin(item) is Literal:

@@ -81,7 +81,6 @@ def apply_later(layers: Layers, sign: Source, why: str) -> None:
 
 
 def _put_missing(layers: Layers, settings: Mapping[str, Any], source: Source) -> list[str]:
-    """Set keys that no layer sets; return them."""
     taken = [key for key in settings if key not in layers.values]
     for key in taken:
         layers.put(key, settings[key], source)

@@ -116,7 +116,7 @@ def begins_option(word: str) -> bool:
 
 CONFIG_FILE = ("config_file", "config-file")
 #: Lists whose items may hold commas: each word is one item.
-_WITH_COMMAS = ("job.config_file", "sample.prompts")
+_WITH_COMMAS = ("job.config_file",)
 
 
 class _BadWords(ValueError):
@@ -257,7 +257,6 @@ def _json(text: str) -> Any:
 
 
 def _literal(text: str) -> Any:
-    """Return the text as one TOML value. Raises ValueError."""
     tree = loads(f"value = {text}")
     if set(tree) != {"value"}:
         raise ValueError

@@ -19,7 +19,6 @@ _SWITCHES: dict[str, tuple[str, Any]] = {
     "lora": ("lora.rank", bool),
     "mup": ("mup.base_dim", bool),
     "compile": ("training.compile", True),
-    "sample": ("sample.prompts", bool),
     "eval": ("eval.tasks", bool),
     "checkpoint.export_dtype": ("checkpoint.model_weights_only", True),
     "checkpoint.keep_every": ("checkpoint.keep_latest_k", bool),
@@ -47,7 +46,6 @@ _SWITCHES: dict[str, tuple[str, Any]] = {
 
 
 def _is_on(config: LoadedConfig, key: str) -> bool:
-    """Return whether the feature that a key belongs to is on."""
     switch, wanted = _SWITCHES.get(key) or _SWITCHES.get(key.partition(".")[0], (key, None))
     return key == switch or (matches(config.value(switch), wanted) and _is_on(config, switch))
 

@@ -113,7 +113,7 @@ def type_of(name: str) -> Any:
     return get_args(keys()[table].type)[1]
 
 
-def misfit(type_: Any, value: Any) -> str | None:
+def value_fault(type_: Any, value: Any) -> str | None:
     """Return the code of what is wrong with a value as a whole."""
     try:
         msgspec.convert(value, type_)
@@ -132,7 +132,7 @@ def misfit(type_: Any, value: Any) -> str | None:
 
 def fits(type_: Any, value: Any) -> bool:
     """Return whether a value is right for a type."""
-    return misfit(type_, value) is None
+    return value_fault(type_, value) is None
 
 
 def _finite(value: Any) -> bool:

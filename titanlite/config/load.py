@@ -342,7 +342,7 @@ class Layers:
         normal = normalized(name, entry.value)
         reason = refusal(name, normal)
         if not reason and not fits(type_of_name(name), normal):
-            from titanlite.config.misfits import problems_of
+            from titanlite.config.value_problems import problems_of
 
             wrong = problems_of(type_of_name(name), normal)
             self.problems += [_of_entry(problem, entry) for problem in wrong]
@@ -383,7 +383,6 @@ class Layers:
                 self._replace_others(chosen[0], group, layer)
 
     def _replace_others(self, key: str, group: Sequence[str], layer: dict[str, _Value]) -> None:
-        """Take the other keys of a group from the layers below."""
         for other in group:
             if other == key:
                 continue
@@ -436,7 +435,6 @@ class Layers:
         elif said is None and later:
             sign, why = later[0], f"uses the later name {later[0].written}"
         else:
-            self._note_scaled_405b()
             return
         from titanlite.config import dialect
 
@@ -448,14 +446,6 @@ class Layers:
         return "model.rope_scaling" in self.values or (
             "model.overrides.rope_scaling" in self.values
         )
-
-    def _note_scaled_405b(self) -> None:
-        is_405b = self.get("model.name") == "llama3" and self.get("model.flavor") == "405B"
-        if is_405b and not self.gives_scaling:
-            self.notes.append(
-                'model.flavor "405B" is Llama 3.1: RoPE scaled by 8. torchtitan of autumn 2024 '
-                'trained it without: model.rope_scaling = "none"'
-            )
 
 
 def _names_mx(entries: Mapping[str, Entry]) -> bool:
@@ -472,7 +462,6 @@ def _idle_converter(entries: Mapping[str, Entry]) -> str:
 
 
 def _reason(error: OSError | ValueError) -> str:
-    """Return why a file cannot be read."""
     if isinstance(error, UnicodeDecodeError):
         return "is not UTF-8 text"
     return getattr(error, "strerror", None) or str(error)
@@ -487,7 +476,6 @@ def _short(path: Path) -> str:
 
 
 def _anchored(key: str, value: Any, folder: Path) -> Any:
-    """Return a value whose paths of code files start at the folder of the config file."""
     if key not in extensions.ANCHORED or value is None:
         return value
     if isinstance(value, str):
@@ -496,13 +484,12 @@ def _anchored(key: str, value: Any, folder: Path) -> Any:
 
 
 def _of_entry(problem: Problem, entry: Entry) -> Problem:
-    """Return a problem inside a value with its place and its key."""
     key = key_of(entry.name)
     # The key stands beside another name of it, so that both can be searched for.
     shown = entry.name if entry.name == key else f"{entry.name} ({key})"
     hint = problem.remedy
     variables = entry.source.variables
-    if variables and hint.startswith("write it"):
+    if variables and problem.code == "wrong-type":
         flag = f'--{entry.name}="${variables[0]}"'
         hint = f"variables stand in strings only; a shell replaces {flag}"
     place = entry.place(problem.key)

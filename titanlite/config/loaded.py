@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace as replace_fields
 
 from titanlite.config.errors import COMMAND_LINE, DEFAULT, Source
-from titanlite.config.keys import keys, table_of, tables
+from titanlite.config.keys import keys, sections, table_of, tables
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.trust import Claim, Origin
@@ -56,7 +56,9 @@ class LoadedConfig:
     def value(self, key: str) -> Any:
         """Return the value of `section.field`."""
         section, _, name = key.partition(".")
-        return getattr(self.sections.section(section), name)
+        found = self.sections.others.get(section) or getattr(self.sections, section, None)
+        # Another config may have made a section of another package known since.
+        return getattr(found or sections()[section](), name)
 
     def changed(self, changes: Mapping[str, Any]) -> LoadedConfig:
         """Return the config as if flags of a command line gave these keys their values."""
@@ -80,7 +82,6 @@ class LoadedConfig:
         return bool(self._entries_of(key))
 
     def _entries_of(self, key: str) -> list[str]:
-        """Return the given entries of a table; none for another key."""
         if key not in tables():
             return []
         return [name for name in self.sources if name.startswith(f"{key}.")]

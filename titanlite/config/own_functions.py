@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from titanlite.config.dotted_paths import resolve_as
 from titanlite.config.errors import Problem, refuse
 from titanlite.config.extensions import FUNCTIONS, HINT, dotted_paths
-from titanlite.config.resolve import resolve_as
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
@@ -85,7 +85,6 @@ def load_functions(config: LoadedConfig) -> None:
 
 
 def _warn_of_settings(config: LoadedConfig) -> None:
-    """Warn of settings of `[optimizer]` that a class of optimizers does not get."""
     names = ("weight_decay", "beta1", "beta2", "eps", "momentum", "kahan", "implementation")
     written = [name for name in names if config.is_given(f"optimizer.{name}")]
     if written:

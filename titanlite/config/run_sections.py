@@ -19,7 +19,6 @@ from titanlite.config.value_types import (
     NonNegative,
     Positive,
     Section,
-    Seed,
 )
 
 
@@ -108,23 +107,6 @@ class Metrics(Section, frozen=True):
         """The services that get the metrics, each once."""
         first = ["wandb"] if self.enable_wandb else []
         return list(dict.fromkeys([*first, *self.trackers]))
-
-
-class Sample(Section, frozen=True):
-    """Prompts that the model continues while it trains."""
-
-    prompts: list[str] = []
-    """Texts to continue; none: off. The results go to the log, to samples.jsonl below
-    job.dump_folder, and to TensorBoard.
-    """
-    freq: Count = 500
-    """Write samples every freq steps, and at the end."""
-    max_tokens: Count = 64
-    """Most tokens to write for each prompt."""
-    temperature: NonNegative = 0.0
-    """Logits are divided by it before a token is drawn; 0: always the most probable token."""
-    seed: Seed = 0
-    """Seed of the draws, the same each time. They do not touch the generators of training."""
 
 
 class Eval(Section, frozen=True):

@@ -211,16 +211,13 @@ class Checkpoint(Section, frozen=True):
     """
     hub: HubName = ""
     """Upload checkpoints to this repository of the Hugging Face hub, in the background: each to its
-    branch step-N, the last one to main too. The token is that of HF_TOKEN or of a login. "": off.
+    branch step-N, the last one to main too. A repository that the run makes is private. The token
+    is that of HF_TOKEN or of a login. "": off.
     """
     hub_every: Natural = 0
     """Upload those whose step is a multiple of this, milestones and the last one. 0: all."""
-    hub_private: bool = True
-    """A repository that the run makes is private."""
     hub_dtype: WeightDtype | None = None
     """Precision of uploaded weights. None: as they are."""
-    hub_ema: bool = False
-    """Upload the average of the weights (optimizer.ema_decay)."""
 
     def is_milestone(self, step: int) -> bool:
         """Return whether the checkpoint of a step is one of `milestones`."""
@@ -392,7 +389,6 @@ class Config(Section, frozen=True):
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     metrics: run.Metrics = run.Metrics()
-    sample: run.Sample = run.Sample()
     eval: run.Eval = run.Eval()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
@@ -411,11 +407,6 @@ class Config(Section, frozen=True):
     ladder: run.Ladder = run.Ladder()
     others: dict[str, Section] = {}
     """Sections of features of other packages, as far as a config has named them."""
-
-    def section(self, name: str) -> Section:
-        """Return a section by its name, also one of another package."""
-        found: Section = self.others.get(name) or getattr(self, name)
-        return found
 
     @property
     def compiles_blocks(self) -> bool:

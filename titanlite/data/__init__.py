@@ -23,7 +23,3 @@ class DataError(ValueError):
 
 class EndOfData(Exception):  # noqa: N818 - an end, not an error, like StopIteration
     """All epochs of a finite data set are served."""
-
-
-class FileChangedError(DataError):
-    """The file behind a URL is another one than before."""

@@ -21,9 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data.corpus import Tokens
-from titanlite.data.packing import PackedDataset, Range
-from titanlite.data.permutation import epoch_order
 from titanlite.data.rows import max_documents
+from titanlite.data.sequences import PackedDataset, Range, epoch_order
 
 #: Pieces that are packed together.
 GROUP = 4096
@@ -65,12 +64,9 @@ class BestFitDataset(PackedDataset):
         return f"{super().describe()}, best-fit with {padding:.2%} padding"
 
     @property
-    def uses_documents(self) -> bool:
-        return True
-
-    @property
     def settings(self) -> dict[str, Any]:
-        return {**super().settings, "packing": "best-fit"}
+        cut = {"documents": self.corpus.cut} if self.corpus.cut else {}
+        return {**super().settings, **cut, "packing": "best-fit"}
 
     def ranges(self, window: int) -> list[list[Range]]:
         """Return the pieces of a row, in the order of documents, each with the next token of its

@@ -125,7 +125,6 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _check(source: str, place: str) -> None:
-    """Raise DataError, which begins with `place`, for a template that is not valid."""
     try:
         kind, text = ask(Request("check", source, {}))
     except TemplateError as error:
@@ -173,7 +172,6 @@ def load_template(
 
 
 def _config_beside(folder: str | None, key: str) -> dict[str, Any]:
-    """Return the tokenizer's config beside it; {} without one."""
     try:
         content = _beside(folder, _CONFIG)
         config = parse_json(content) if content else {}
@@ -205,7 +203,6 @@ def _find_source(
 
 
 def _variables(tokenizer: Tokenizer, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return names and values of a template's variables: BOS, EOS and the tokens of the config."""
     name_of = {number: name for name, number in tokenizer.special_tokens.items()}
     tokens = {"bos_token": name_of[tokenizer.bos_id], "eos_token": name_of[tokenizer.eos_id]}
     for name, value in config.items():
@@ -217,7 +214,6 @@ def _variables(tokenizer: Tokenizer, config: Mapping[str, Any]) -> dict[str, str
 
 
 def _beside(folder: str | None, name: str) -> bytes | None:
-    """Return the content of a file beside a tokenizer, None if there is none."""
     if folder is None:
         return None
     try:

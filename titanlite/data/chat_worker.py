@@ -16,7 +16,7 @@ import pickle
 import resource
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
@@ -28,10 +28,6 @@ BEGIN = "\ufdd0"
 END = "\ufdd1"
 #: Seconds of processor time for one conversation.
 SECONDS = 10
-#: Limit for the characters of a rendered text: the first number, plus the second for each character
-#: of the conversation.
-CHARACTERS = 1 << 20
-CHARACTERS_EACH = 64
 #: Limit for the memory of the process, in bytes beside its own.
 _MEMORY = 1 << 30
 #: Name of the variable with the day that `strftime_now` of a template has.
@@ -57,10 +53,6 @@ class Request(NamedTuple):
     seconds: int = SECONDS
 
 
-class _TooLongError(Exception):
-    """A rendered text has too many characters."""
-
-
 class _NoTurnError(Exception):
     """A turn of the assistant is not found in the rendered text. The argument: its number,
     from 1.
@@ -74,18 +66,27 @@ def answer(request: Request) -> tuple[str, str]:
     """Return the kind of the answer and its text."""
     import jinja2
 
+    variables: dict[str, Any] = {"tools": None, "documents": None, **request.tokens}
+    if DAY in request.tokens:
+        variables["strftime_now"] = datetime.fromisoformat(request.tokens[DAY]).strftime
+    messages = request.messages
+
+    def text(count: int, prompt: bool = False) -> str:
+        """Return the text of the first messages. prompt: with the head of the assistant's turn."""
+        found: str = template.render(
+            messages=messages[:count], add_generation_prompt=prompt, **variables
+        )
+        return found
+
     try:
         template = _compiled(request.template)
         if request.action == "check":
             return TEXT, ""
-        renderer = _Renderer(template, request)
         if request.action == "prompt":
-            return TEXT, renderer.text(len(request.messages), prompt=True)
-        return TEXT, renderer.marked()
+            return TEXT, text(len(messages), prompt=True)
+        return TEXT, _marked(messages, text)
     except _NoTurnError as error:
         return NO_TURN, str(error)
-    except _TooLongError as error:
-        return REFUSED, str(error)
     except jinja2.TemplateSyntaxError as error:
         return SYNTAX, f"{error.lineno}\n{error.message}"
     except MemoryError:
@@ -94,55 +95,26 @@ def answer(request: Request) -> tuple[str, str]:
         return REFUSED, f"{type(error).__name__}: {error}"[:10_000]
 
 
-class _Renderer:
-    """Renders the beginnings of one conversation."""
-
-    def __init__(self, template: Any, request: Request) -> None:
-        self._template = template
-        self._messages = request.messages
-        self._variables: dict[str, Any] = {"tools": None, "documents": None, **request.tokens}
-        if DAY in request.tokens:
-            self._variables["strftime_now"] = datetime.fromisoformat(request.tokens[DAY]).strftime
-        self._given = len(json.dumps(request.messages, ensure_ascii=False, default=str))
-
-    def text(self, count: int, prompt: bool = False) -> str:
-        """Return the text of the first messages.
-
-        prompt: with the head of the assistant's next turn.
-        """
-        most = CHARACTERS + CHARACTERS_EACH * self._given
-        pieces: list[str] = []
-        size = 0
-        rendered = self._template.generate(
-            messages=self._messages[:count], add_generation_prompt=prompt, **self._variables
-        )
-        for piece in rendered:
-            size += len(piece)
-            if size > most:
-                raise _TooLongError(
-                    f"it makes more than {most:,} characters of a conversation of {self._given:,}"
-                )
-            pieces.append(piece)
-        return "".join(pieces)
-
-    def marked(self) -> str:
-        """Return the text of the conversation with marks around the assistant's turns."""
-        whole = self.text(len(self._messages))
-        if BEGIN in whole:
-            return whole
-        parts: list[str] = []
-        done = 0
-        for number, message in enumerate(self._messages):
-            if message["role"] != "assistant":
-                continue
-            prompt = self.text(number, prompt=True)
-            turn = self.text(number + 1)
-            is_found = whole.startswith(turn) and turn.startswith(prompt) and len(prompt) >= done
-            if not is_found:
-                raise _NoTurnError(number + 1)
-            parts += [whole[done : len(prompt)], BEGIN, whole[len(prompt) : len(turn)], END]
-            done = len(turn)
-        return "".join(parts) + whole[done:]
+def _marked(messages: Sequence[Mapping[str, Any]], text: Callable[..., str]) -> str:
+    """Return the text of a conversation with marks around the assistant's turns. text: as in
+    `answer`.
+    """
+    whole = text(len(messages))
+    if BEGIN in whole:
+        return whole
+    parts: list[str] = []
+    done = 0
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = text(number, prompt=True)
+        turn = text(number + 1)
+        is_found = whole.startswith(turn) and turn.startswith(prompt) and len(prompt) >= done
+        if not is_found:
+            raise _NoTurnError(number + 1)
+        parts += [whole[done : len(prompt)], BEGIN, whole[len(prompt) : len(turn)], END]
+        done = len(turn)
+    return "".join(parts) + whole[done:]
 
 
 @lru_cache(maxsize=8)
@@ -207,7 +179,6 @@ def main(number: int) -> None:
 
 
 def _limit(kind: int, value: int) -> None:
-    """Let the kernel end this process beyond a limit, or refuse it more."""
     # The system's own limit may be lower, and macOS has none for memory.
     with suppress(ValueError, OSError):
         resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))

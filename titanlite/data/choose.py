@@ -116,7 +116,6 @@ def _listing(
 
 
 def _is_of(file: FoundFile, reader: Format) -> bool:
-    """Return whether a file is of a format. Source code has its markup with it."""
     if file.kind is None:
         return False
     return file.kind.reader == reader or reader == "source" and file.is_markup
@@ -152,10 +151,6 @@ def _splits_of(texts: Sequence[FoundFile], place: Place) -> list[str | None]:
 
 
 def _differences(texts: Sequence[FoundFile], place: Place) -> list[str]:
-    """Return in which ways files are several texts, in words.
-
-    A code base is one text, of whatever languages and levels.
-    """
     found: list[str] = []
     if place.split is None and are_apart({split or "" for split in _splits_of(texts, place)}):
         found.append("of several splits")
@@ -169,7 +164,6 @@ def _differences(texts: Sequence[FoundFile], place: Place) -> list[str]:
 
 
 def _candidates(texts: Sequence[FoundFile], place: Place) -> list[str]:
-    """Return the files by kind, split and level in words, and how to choose among them."""
     groups: dict[str, list[str]] = {}
     for file, split in zip(texts, _splits_of(texts, place), strict=True):
         about = file.kind_name

@@ -99,7 +99,6 @@ class Corpus(DocumentArray):
     check: ClassVar[None] = None
     text_bytes: ClassVar[None] = None
     cut: ClassVar[str] = ""
-    is_remote: ClassVar[bool] = False
 
     @property
     def size(self) -> int:
@@ -114,9 +113,6 @@ class Corpus(DocumentArray):
     def has_targets(self) -> bool:
         """Whether not every token is a target."""
         return self.targets is not None
-
-    def prepare(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Do nothing: all tokens are at hand."""
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
         """Return tokens [begin, end)."""
@@ -297,7 +293,6 @@ def encode(
 
 
 def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Iterate over records in chunks of `_CHUNK` characters."""
     chunk: list[Record] = []
     size = 0
     try:
@@ -371,16 +366,11 @@ def encode_record(
             "template"
         )
     if ids.max() >= vocab_size:
-        raise _over_vocabulary(record, int(ids[ids >= vocab_size][0]), vocab_size, tokenizer)
+        wrong = int(ids[ids >= vocab_size][0])
+        raise DataError(
+            f"{record.file}, line {record.number}: token id {wrong} is outside the model's "
+            f"vocabulary of {vocab_size} (the tokenizer has {tokenizer.vocab_size}). Set "
+            f"model.vocab_size to at least {tokenizer.vocab_size}, or give the model's own "
+            "tokenizer by model.tokenizer_path"
+        )
     return ids, mask
-
-
-def _over_vocabulary(
-    record: Record, token_id: int, vocab_size: int, tokenizer: Tokenizer
-) -> DataError:
-    return DataError(
-        f"{record.file}, line {record.number}: token id {token_id} is outside the model's "
-        f"vocabulary of {vocab_size} (the tokenizer has {tokenizer.vocab_size}). Set "
-        f"model.vocab_size to at least {tokenizer.vocab_size}, or give the model's own tokenizer "
-        "by model.tokenizer_path"
-    )

@@ -1,8 +1,7 @@
-"""What tells the files of a text from others that take their place: size, and tag or time.
+"""What tells the files of a stream from others that take their place: size, and tag or time.
 
-Checkpoints keep it. A resume names the files that were replaced since. The fingerprint of a text
-that was read as a whole is of its content, and decides; of a stream it is of names alone, so there
-a file of another size or tag ends the resume.
+The fingerprint of a text that was read as a whole is of its content; that of a stream is of names
+alone. So checkpoints keep these, and a file of another size or tag ends the resume.
 """
 
 from __future__ import annotations
@@ -30,13 +29,11 @@ _UNKNOWN = "-"
 class FileStamps:
     """The files of one text.
 
-    names: paths and URLs. stamps: of each, see `stamp_of`. is_proven: the fingerprint of the text
-    is of all its content.
+    names: paths and URLs. stamps: of each, see `stamp_of`.
     """
 
     names: tuple[str, ...]
     stamps: tuple[str, ...]
-    is_proven: bool
 
     def entries(self) -> list[str]:
         """Return stamp and name, without folder, of each file, as checkpoints keep them."""
@@ -74,11 +71,7 @@ def local_stamps(names: Sequence[str]) -> tuple[str, ...]:
 
 def record(rows: Rows) -> dict[str, Any]:
     """Return the entry of the train state for a run's text; {}: nothing is known of its files."""
-    found = {}
-    for source, text in _texts(rows):
-        assert text.stamps is not None
-        found[source] = {"fingerprint": text.fingerprint, "files": text.stamps.entries()}
-    return found
+    return {source: {"files": stamps.entries()} for source, stamps in _texts(rows)}
 
 
 def difference(saved: Any, rows: Rows) -> str:
@@ -90,15 +83,12 @@ def difference(saved: Any, rows: Rows) -> str:
     known = saved if isinstance(saved, Mapping) else {}
     replaced: list[str] = []
     touched: list[str] = []
-    for source, text in _texts(rows):
+    for source, files in _texts(rows):
         before = known.get(source)
         entries = before.get("files") if isinstance(before, Mapping) else None
-        if not isinstance(before, Mapping) or not isinstance(entries, list):
+        if not isinstance(entries, list):
             continue
-        assert text.stamps is not None
-        if text.stamps.is_proven and before.get("fingerprint") == text.fingerprint:
-            continue
-        for entry, name, stamp in zip(entries, text.stamps.names, text.stamps.stamps, strict=False):
+        for entry, name, stamp in zip(entries, files.names, files.stamps, strict=False):
             then = str(entry).split(" ", 3)
             if len(then) < 4 or then[3] != _base(name):
                 continue
@@ -124,11 +114,10 @@ def _change(then: Sequence[str], now: Sequence[str]) -> str:
     return ""
 
 
-def _texts(rows: Rows) -> Iterator[tuple[str, Rows]]:
-    """Yield the texts of a run whose files are known, by the name of the source."""
+def _texts(rows: Rows) -> Iterator[tuple[str, FileStamps]]:
     for source, text in rows.texts().items():
         if text.stamps is not None:
-            yield source, text
+            yield source, text.stamps
 
 
 def _base(name: str) -> str:

@@ -82,7 +82,6 @@ def iter_rows(
 def _rows_of(
     content: io.BufferedReader[Any], kind: Format, name: Path | str, columns: Columns, start: int
 ) -> _Rows:
-    """Return the rows of a file of this kind."""
     if kind in ("parquet", "arrow"):
         if not content.seekable():
             raise DataError(f"{name} is a {kind} file compressed by zstd; decompress it")
@@ -90,7 +89,8 @@ def _rows_of(
 
         return table_rows(content, kind, name, columns, start)
     if kind not in WHOLE:
-        return _json_rows(content, name, columns, start)
+        lines = json_lines(content, name, start)
+        return ((number, strings_of(record, columns, where)) for number, where, record in lines)
     if columns.chat is not None:
         raise DataError(
             f"{name}: a plain text holds no records; leave {columns.section}.messages_key out"
@@ -160,12 +160,6 @@ def _kind_of(head: bytes, name: str) -> Format:
     return "json" if start.startswith(b"{") else "text"
 
 
-def _json_rows(content: BinaryIO, name: Path | str, columns: Columns, start: int) -> _Rows:
-    """Iterate over the lines of a file that hold something."""
-    for number, where, record in json_lines(content, name, start):
-        yield number, strings_of(record, columns, where)
-
-
 def json_lines(
     content: BinaryIO, name: Path | str, start: int = 0, unit: str = "record", most: int = _LONGEST
 ) -> Iterator[tuple[int, str, Any]]:
@@ -192,7 +186,6 @@ def json_lines(
 
 
 def _text_rows(content: BinaryIO, name: Path | str, start: int) -> _Rows:
-    """Iterate over the one document of a file."""
     text = content.read(_LONGEST + 1)
     if len(text) > _LONGEST:
         raise DataError(f"{name} is read whole, and has more than {_LONGEST >> 20} MB; cut it up")

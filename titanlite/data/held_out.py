@@ -1,12 +1,26 @@
-"""Batches of held-out text, for validation."""
+"""Batches of held-out text, for validation.
+
+The loss of late parts of a sequence tells whether a model uses its context.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
+
+import torch
 
 from titanlite.data import DataError
 from titanlite.data.loader import Batch, check_rank, stack
-from titanlite.data.rows import Rows
+from titanlite.data.rows import IGNORE, Rows
+
+
+class PassLoader(Protocol):
+    """A source of passes over a text, the same every time, as `ValidationLoader`."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Batch]: ...
 
 
 class ValidationLoader:
@@ -46,3 +60,30 @@ class ValidationLoader:
         stride = self.batch_size * self.dp_degree
         for start in range(0, self._batches * stride, stride):
             yield stack(self.dataset, range(start + self.rank, start + stride, self.dp_degree))
+
+
+class SequenceParts:
+    """Serves each batch of a loader once for each part of its sequences, with the targets of that
+    part alone.
+
+    So a pass takes `parts` times as long. It works in every layout, as a model sees whole batches.
+
+    parts: equal parts of a sequence, first to last; they differ by one target at most.
+    """
+
+    def __init__(self, loader: PassLoader, parts: int) -> None:
+        self.loader = loader
+        self.parts = parts
+
+    def __len__(self) -> int:
+        return len(self.loader) * self.parts
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.loader:
+            length = batch.labels.size(1)
+            for part in range(self.parts):
+                begin = part * length // self.parts
+                end = (part + 1) * length // self.parts
+                kept = torch.full_like(batch.labels, IGNORE)
+                kept[:, begin:end] = batch.labels[:, begin:end]
+                yield batch._replace(labels=kept)

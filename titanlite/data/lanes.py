@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from titanlite.data import DataError
 from titanlite.data.corpus import Corpus, targets_of
 from titanlite.data.empty_files import watched
-from titanlite.data.packing import Window, make_row
-from titanlite.data.permutation import epoch_order
 from titanlite.data.records import Record
-from titanlite.data.rows import Row
+from titanlite.data.rows import Row, Window, make_row
+from titanlite.data.sequences import epoch_order
 from titanlite.data.state import StateError
 from titanlite.data.text_files import TextFiles
 from titanlite.data.threads import Pool
@@ -165,7 +164,6 @@ class LaneReader:
             first = 0
 
     def _tokenized(self, block: _Block, first: int) -> Iterator[list[_Document]]:
-        """Yield the documents of a block in their mixed order, from number `first` on."""
         place = block.place
         key = (place.epoch << 40) ^ (place.shard << 24) ^ place.row
         order = self._order(len(block.records), key)
@@ -184,7 +182,7 @@ class LaneReader:
                 size = 0
 
     def _blocks(self, start: Place) -> Iterator[_Block]:
-        """Yield blocks of documents from the one that begins at `start`, epoch after epoch."""
+        text = self.text
         epoch = start.epoch
         shard = start.shard
         row = start.row
@@ -197,7 +195,11 @@ class LaneReader:
                     yield block
                 row = 0
             if not has_records:
-                raise self._empty(shares)
+                files = ", ".join(text.shards.names[share.shard] for share in shares[:3])
+                raise DataError(
+                    f"no records in {files}: a lane of the stream is empty. Set data.streaming = "
+                    "false, or data.lanes lower, which counts for training text"
+                )
             epoch += 1
             shard = 0
             has_records = False
@@ -220,15 +222,7 @@ class LaneReader:
             name = text.shards.names[share.shard]
             raise self.outside(f"{name} has no record {start.row + 1} for it")
 
-    def _empty(self, shares: list[_Share]) -> DataError:
-        files = ", ".join(self.text.shards.names[share.shard] for share in shares[:3])
-        return DataError(
-            f"no records in {files}: a lane of the stream is empty. Set data.streaming = false, or "
-            "data.lanes lower, which counts for training text"
-        )
-
     def _shares(self, epoch: int) -> list[_Share]:
-        """Return the lane's shares of shards, in the order of an epoch."""
         text = self.text
         count = len(text.shards.names)
         if count < self.lanes:
@@ -242,7 +236,6 @@ class LaneReader:
         return [_Share(own[place], 0, 1) for place in self._order(len(own), epoch)]
 
     def _order(self, count: int, epoch: int) -> list[int]:
-        """Return an order of the lane's own."""
         seed = self.text.seed ^ (self.number + 1) * _LANE_KEY
         return epoch_order(count, seed, epoch, self.text.shuffle).tolist()
 
@@ -323,7 +316,6 @@ def _packed_rows(reader: LaneReader, start: Place) -> Iterator[tuple[ServedRow, 
 def _packed_blocks(
     reader: LaneReader, start: Place
 ) -> Iterator[list[tuple[int, Place, ServedRow]]]:
-    """Yield the rows of a block, block after block; of the first one those from the start on."""
     first = start.document
     block: list[_Document] = []
     for chunk in reader.documents(start._replace(document=0)):
@@ -337,7 +329,6 @@ def _packed_blocks(
 
 
 def _pack(text: StreamText, block: list[_Document]) -> list[ServedRow]:
-    """Return the rows of a block."""
     from titanlite.data.best_fit import BestFitDataset
 
     corpus = Corpus(

@@ -160,7 +160,6 @@ class TrainLoader:
         return steps + max(0, -(-left // self.course.size_at(begin).rows))
 
     def _rows_between(self, first: int, end: int) -> int:
-        """Count the sequences of [first, end) that are served."""
         return end - first - skip_ranges.count(first, end, self.skip)
 
     def next_step(self) -> list[Batch]:
@@ -178,16 +177,14 @@ class TrainLoader:
         here = self.course.size_at(self.position)
         step = skip_ranges.take(self.position, here.rows, self.skip)
         indexes = step[(self.rank - step[0]) % self.dp_degree :: self.dp_degree]
-        total = self.dataset.total_sequences
-        self.dataset.prepare([index for index in indexes if total is None or index < total])
         pieces = self.dataset.seq_len // here.seq_len
+        size = self.micro_batch_size
         if pieces > 1:
-            from titanlite.data.shorter_sequences import micro_batches
-
-            rows = stack(self.dataset, indexes)
-            batches = micro_batches(rows, pieces, self.micro_batch_size)
+            cut = in_pieces(stack(self.dataset, indexes), pieces)
+            batches = [
+                _between(cut, first, first + size) for first in range(0, len(cut.tokens), size)
+            ]
         else:
-            size = self.micro_batch_size
             firsts = range(0, len(indexes), size)
             batches = [stack(self.dataset, indexes[first : first + size]) for first in firsts]
         self.position = step[-1] + 1
@@ -252,6 +249,19 @@ def stack(dataset: Rows, indexes: Iterable[int]) -> Batch:
         torch.from_numpy(np.stack([row.labels for row in rows])),
         torch.from_numpy(np.stack(documents)) if documents else None,
     )
+
+
+def in_pieces(rows: Batch, pieces: int) -> Batch:
+    """Return rows, each cut into this many shorter sequences, in order."""
+    cut = rows.map(lambda tensor: tensor.reshape(tensor.size(0) * pieces, -1))
+    if cut.documents is None:
+        return cut
+    # They are numbered within each sequence.
+    return cut._replace(documents=cut.documents - cut.documents[:, :1])
+
+
+def _between(batch: Batch, first: int, end: int) -> Batch:
+    return batch.map(lambda tensor: tensor[first:end])
 
 
 def check_rank(rank: int, dp_degree: int) -> None:

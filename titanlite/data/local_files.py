@@ -43,7 +43,6 @@ def list_text(place: Place) -> Listing:
 
 
 def _fixed_part(pattern: Path) -> Path:
-    """Return the folder before the first sign of a pattern."""
     return next(parent for parent in pattern.parents if not glob.has_magic(str(parent)))
 
 
@@ -59,10 +58,6 @@ def _size(file: Path) -> int | None:
 
 
 def _files_of(folder: Path) -> Iterator[FoundFile]:
-    """Iterate over the files of a folder and of its subfolders, sorted.
-
-    Only text is asked for its size.
-    """
     for file in sorted(all_files(folder)):
         relative = file.relative_to(folder).as_posix()
         if why_no_text(relative) is not None:

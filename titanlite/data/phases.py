@@ -125,7 +125,6 @@ class Phases:
         return StepSize(sequences, seq_len, rows)
 
     def _begins(self, done: Progress) -> list[_Begin]:
-        """Return where each phase begins, in order."""
         found: list[_Begin] = []
         waiting = list(self.phases)
         size = self._first_size
@@ -156,7 +155,6 @@ class Phases:
         )
 
     def _with(self, phase: DataPhase, size: StepSize) -> StepSize:
-        """Return the size of steps in a phase. size: before it."""
         sequences = phase.global_batch_size or size.sequences
         return self._sized(sequences, phase.seq_len or size.seq_len)
 
@@ -168,7 +166,6 @@ def _has_begun(phase: DataPhase, done: Progress) -> bool:
 
 
 def _first_step(phase: DataPhase, done: Progress, size: StepSize) -> int:
-    """Return the first step of a phase. done: its progress before; size: of the steps until it."""
     if phase.step is not None:
         return phase.step
     ahead = max((phase.tokens or 0) - done.tokens, 0)

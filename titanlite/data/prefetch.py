@@ -8,10 +8,10 @@ their start, copies and signals. Prepared steps that were not handed out are not
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -29,8 +29,6 @@ _PATIENCE = 10.0
 #: again, takes longer.
 _LONG_PATIENCE = 300.0
 
-_T = TypeVar("_T")
-
 
 class StepLoader(Protocol):
     """A source of steps for `Prefetcher`: `TrainLoader`, or one of your own."""
@@ -45,24 +43,16 @@ class StepLoader(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class PassLoader(Protocol):
-    """A source of passes for `ValidationPrefetcher`: `ValidationLoader`, or one of your own."""
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[Batch]: ...
-
-
-class _Ahead(Generic[_T]):
+class _Ahead:
     """Calls `make` in a thread, `depth` times ahead of `take`, until it raises.
 
     The thread ends with `stop`, when this is collected, and with the interpreter.
     """
 
-    def __init__(self, make: Callable[[], _T], depth: int, pin: bool) -> None:
+    def __init__(self, make: Callable[[], _Step], depth: int, pin: bool) -> None:
         failed: list[BaseException] = []
 
-        def once() -> _T:
+        def once() -> _Step:
             if failed:
                 raise failed[0]
             try:
@@ -76,7 +66,7 @@ class _Ahead(Generic[_T]):
             # A new thread is on GPU 0, and pinning would open a context there for every rank.
             pool.submit(torch.cuda.set_device, torch.cuda.current_device())
         self._submit = lambda: pool.submit(once)
-        self.items: deque[Future[_T]] = deque(self._submit() for _ in range(depth))
+        self.items: deque[Future[_Step]] = deque(self._submit() for _ in range(depth))
 
     def error(self, number: int) -> BaseException | None:
         """Wait for item `number` of those ahead; return the error that comes in its place or
@@ -84,7 +74,7 @@ class _Ahead(Generic[_T]):
         """
         return self.items[number].exception()
 
-    def take(self) -> _T:
+    def take(self) -> _Step:
         """Wait for the next item. Raises the error of `make` in its place."""
         item = self.items[0].result()
         self.items.popleft()
@@ -131,7 +121,7 @@ class Prefetcher:
         self.pin = pin and torch.cuda.is_available()
         self.reserve = reserve if depth else 0
         self.on_failure: Callable[[BaseException], object] = lambda _: None
-        self._ahead: _Ahead[_Step] | None = None
+        self._ahead: _Ahead | None = None
         #: State and steps left after the last step handed out; None while nothing is prepared
         #: ahead.
         self._last: tuple[dict[str, Any], int | None] | None = None
@@ -207,41 +197,8 @@ class Prefetcher:
         self._ahead = self._last = None
 
 
-class ValidationPrefetcher:
-    """The passes of a validation loader, their batches prepared by a thread.
-
-    Args:
-        loader: the batches of a pass, the same every time.
-        depth: batches kept ready; 0: no thread.
-        pin: batches in page-locked memory, see `Prefetcher`.
-    """
-
-    def __init__(self, loader: PassLoader, depth: int = 2, pin: bool = False) -> None:
-        self.loader = loader
-        self.depth = depth
-        self.pin = pin and torch.cuda.is_available()
-
-    def __len__(self) -> int:
-        """Batches per pass, the same on all ranks."""
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Batch]:
-        batches = (_pinned(batch, self.pin) for batch in self.loader)
-        if self.depth == 0:
-            yield from batches
-            return
-        ahead = _Ahead(lambda: next(batches), self.depth, self.pin)
-        try:
-            for _ in range(len(self.loader)):
-                yield ahead.take()
-        finally:
-            ahead.stop(_PATIENCE)
-
-
 def _step(loader: StepLoader, pin: bool) -> _Step:
-    batches = [_pinned(batch, pin) for batch in loader.next_step()]
+    batches = loader.next_step()
+    if pin:
+        batches = [batch.map(torch.Tensor.pin_memory) for batch in batches]
     return _Step(batches, loader.state_dict(), loader.steps_left)
-
-
-def _pinned(batch: Batch, pin: bool) -> Batch:
-    return batch.map(torch.Tensor.pin_memory) if pin else batch

@@ -12,7 +12,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import numpy as np
 
 from titanlite.data import DataError
 from titanlite.data.token_checks import PartHashes, check_sizes
-from titanlite.data.token_parts import ORDER, Part, SourceSpan, map_array
+from titanlite.data.token_parts import ORDER, Part, SourceSpan
 from titanlite.data.token_paths import INDEX
 from titanlite.utils import parse_json
 
@@ -88,7 +87,6 @@ def part_of(folder: Path, index: Mapping[str, Any], record: Mapping[str, Any]) -
     dtype = np.dtype(index["dtype"])
     try:
         check_sizes(folder, record, dtype.itemsize)
-        documents = record["documents"]
         sources = [
             SourceSpan(index["files"][source], first, number)
             for source, first, number in record["sources"]
@@ -102,8 +100,6 @@ def part_of(folder: Path, index: Mapping[str, Any], record: Mapping[str, Any]) -
         file,
         dtype,
         record["tokens"],
-        documents,
-        partial(map_array, file.with_suffix(".offsets"), "<i8", documents + 1),
         has_targets="targets" in record["bytes"],
         sources=sources,
     )

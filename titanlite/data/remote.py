@@ -7,11 +7,11 @@ from __future__ import annotations
 import io
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from titanlite.config.urls import chain_problem, login_problem, public_name, store_needs
-from titanlite.data import DataError, FileChangedError
+from titanlite.data import DataError
 from titanlite.data.threads import ending
 from titanlite.utils import (
     MissingPackageError,
@@ -27,9 +27,8 @@ _FIRST_WAIT = 1.0
 _LONGEST_WAIT = 60.0
 #: Seconds that an HTTP server may say nothing.
 _SILENCE = 30.0
-#: Bytes of the largest request, and requests after which their size doubles.
+#: Bytes of a request.
 _MOST = 5 << 20
-_STEADY = 16
 
 T = TypeVar("T")
 
@@ -42,27 +41,6 @@ def open_file(name: str, patience: float = 0.0) -> io.BufferedReader[Any]:
     """Open a URL for reading. Reads raise DataError alone, see `retried` for `patience`."""
     check_url("a file of the text", name)
     return io.BufferedReader(RemoteReader(name, patience), _MOST)
-
-
-def file_size(url: str, patience: float) -> int | None:
-    """Return the bytes of a file; None if there is no such file. Raises DataError as `retried`."""
-    check_url("a file of tokens", url)
-
-    def ask() -> int | None:
-        system, path = url_to_fs(url)
-        try:
-            about = system.info(path)
-        except FileNotFoundError as error:
-            # Of HTTP it may hide another one.
-            reason = _reason(error)
-            if isinstance(reason, FileNotFoundError) or _status(reason) in (404, 410):
-                return None
-            raise
-        if about.get("size") is None:
-            raise DataError(f"{public_name(url)}: the server does not tell its size; copy the file")
-        return int(about["size"])
-
-    return retried(ask, f"{public_name(url)} cannot be found", patience)
 
 
 def check_url(key: str, url: str) -> None:
@@ -142,7 +120,6 @@ def retried(call: Callable[[], T], failed: str, patience: float) -> T:
 
 
 def _is_final(reason: BaseException) -> bool:
-    """Whether another try cannot help."""
     if isinstance(reason, FileNotFoundError | PermissionError | MissingPackageError):
         return True
     # Not a subclass of ValueError: a proxy answers without JSON, and the next answer may be right.
@@ -181,52 +158,28 @@ def _status(error: BaseException) -> int | None:
     return getattr(response, "status_code", None) or getattr(error, "status", None)
 
 
-class _Checked:
-    """A session of aiohttp that checks the size and the headers of each answer with bytes of a
-    file.
-    """
-
-    def __init__(
-        self, session: Any, check: Callable[[int | None, Mapping[str, Any]], None]
-    ) -> None:
-        self._session = session
-        self._check = check
-
-    async def get(self, url: Any, **options: Any) -> Any:
-        answer = await self._session.get(url, **options)
-        if answer.status in (200, 206):
-            total = answer.headers.get("Content-Range", "").rpartition("/")[2]
-            size = None
-            if total.isdigit():
-                size = int(total)
-            self._check(size, answer.headers)
-        return answer
-
-
 class RemoteReader(io.RawIOBase):
     """A file behind a URL, from any byte on.
 
-    After a cut transfer smaller ranges are requested. So a server that cuts each answer does not
-    stop the run. From a server without ranges it is read again from its first byte. Raises
-    FileChangedError where an answer is of another file than the first one, or than `identity`.
+    After a failure it is opened again. Raises DataError where it is another file then.
     """
 
-    def __init__(self, name: str, patience: float, identity: Identity | None = None) -> None:
+    def __init__(self, name: str, patience: float) -> None:
         self._url = name
         self._name = public_name(name)
         self._patience = patience
-        self._at = self._requests = 0
-        self._most = _MOST
+        self._at = 0
         self._file: Any = None
-        self.identity = identity
+        self.identity: Identity | None = None
         self._retried(self._open)
 
     def _retried(self, call: Callable[[], T]) -> T:
         return retried(call, f"{self._name} cannot be read at byte {self._at:,}", self._patience)
 
-    def _open(self, ranges: bool = True) -> None:
-        is_http = self._url.startswith(("http://", "https://"))
+    def _open(self) -> None:
+        options: dict[str, Any] = {}
         timeouts: dict[str, Any] = {}
+        is_http = self._url.startswith(("http://", "https://"))
         if is_http:
             timeouts = self._timeouts()
         system, path = url_to_fs(self._url, **timeouts)
@@ -234,16 +187,18 @@ class RemoteReader(io.RawIOBase):
             # Its listing may be old.
             system.invalidate_cache(path)
         info = system.info(path)
-        self._check(info.get("size"), info)
-        options: dict[str, Any] = {}
-        if not ranges:
-            options["block_size"] = 0
-        elif is_http:
+        tag = str(info.get("ETag") or "").removeprefix("W/") or None
+        found = info.get("size"), tag, str(info.get("Last-Modified") or "") or None
+        self.identity = self.identity or found
+        for before, now in zip(self.identity, found, strict=True):
+            if before is not None and now is not None and before != now:
+                raise DataError(
+                    f"{self._name} has changed while it was read: run on the text as it was"
+                )
+        if is_http:
             # Else fsspec asks for it again.
             options["size"] = info.get("size")
         self._file = system.open(path, "rb", cache_type="none", **options)
-        if is_http and hasattr(self._file, "session"):
-            self._file.session = _Checked(self._file.session, self._check)
 
     def _timeouts(self) -> dict[str, Any]:
         """Return options of fsspec's HTTP: a large file may take long, and a server that says
@@ -256,19 +211,6 @@ class RemoteReader(io.RawIOBase):
         silence = max(min(_SILENCE, self._patience), 1.0)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=silence, sock_read=silence)
         return {"client_kwargs": {"timeout": timeout}}
-
-    def _check(self, size: int | None, about: Mapping[str, Any]) -> None:
-        """Note what tells the file from others, or compare it. about: fsspec's or HTTP's
-        headers.
-        """
-        tag = str(about.get("ETag") or "").removeprefix("W/") or None
-        time_of_content = str(about.get("Last-Modified") or "") or None
-        found = (size, tag, time_of_content)
-        if self.identity is None:
-            self.identity = found
-        for before, now in zip(self.identity, found, strict=True):
-            if before is not None and now is not None and before != now:
-                raise FileChangedError(f"{self._name} has changed while it was read")
 
     def readable(self) -> bool:
         return True
@@ -292,42 +234,18 @@ class RemoteReader(io.RawIOBase):
         return len(piece)
 
     def _read(self, most: int) -> bytes:
-        """Return some bytes from here on, at most so many; b"" at the end."""
         try:
             if self._file is None:
                 self._open()
             assert self.identity is not None
             size = self.identity[0]
-            wanted = min(most, self._most)
             if size is not None and self._at >= size:
                 return b""
-            piece = self._piece(wanted)
+            self._file.seek(self._at)
+            piece: bytes = self._file.read(min(most, _MOST))
             if not piece and size is not None:
                 raise OSError(f"{self._at:,} of {size:,} bytes came")
-        except Exception as error:
+        except Exception:
             self._file = None
-            # An answer that refuses is none that breaks off.
-            if _status(_reason(error)) is None:
-                # However soon the server cuts its answers: at last one is whole.
-                self._most = max(self._most // 8, 1)
             raise
-        self._requests += 1
-        if self._requests % _STEADY == 0:
-            self._most = min(self._most * 2, _MOST)
-        return piece
-
-    def _piece(self, wanted: int) -> bytes:
-        """Read from here on; from a server without ranges from its first byte."""
-        try:
-            self._file.seek(self._at)
-            piece: bytes = self._file.read(wanted)
-        except DataError:
-            raise
-        except ValueError:
-            self._open(ranges=False)
-            while self._file.tell() < self._at:
-                skipped = self._file.read(min(self._at - self._file.tell(), _MOST))
-                if not skipped:
-                    break
-            piece = self._file.read(wanted)
         return piece

@@ -1,9 +1,12 @@
-"""Training sequences by their number: the interface between text and loaders."""
+"""Training sequences by their number: the interface between text and loaders.
+
+`titanlite.data.sequences` has those of a text that is at hand.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -35,6 +38,45 @@ class Row(NamedTuple):
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64]
     documents: NDArray[np.int32] | None = None
+
+
+class Window(NamedTuple):
+    """Tokens of a row, and where there is one the target of the last of them."""
+
+    ids: NDArray[Any]
+    #: Where the loss counts a token; None: everywhere.
+    targets: NDArray[np.bool_] | None = None
+    #: Where documents begin.
+    begins: Sequence[int] | NDArray[np.int64] = (0,)
+
+
+def make_row(windows: Iterable[Window], seq_len: int, pad_id: int, mask_documents: bool) -> Row:
+    """Return a row of windows side by side, filled up with padding.
+
+    A token predicts the next one of its window; with `mask_documents` only the next one of its
+    document.
+    """
+    tokens = np.full(seq_len, pad_id, dtype=np.int64)
+    labels = np.full(seq_len, IGNORE, dtype=np.int64)
+    # 1 where a document begins, with a place behind the row.
+    begins = np.zeros(seq_len + 1, dtype=np.int32)
+    at = 0
+    for ids, targets, starts in windows:
+        tokens[at : at + len(ids)] = ids[: seq_len - at]
+        following = labels[at : at + len(ids) - 1]
+        following[:] = ids[1:]
+        if targets is not None:
+            following[~targets[1:]] = IGNORE
+        begins[np.asarray(starts) + at] = 1
+        at += len(ids)
+    if not mask_documents:
+        return Row(tokens, labels)
+    begins[0] = 0
+    # Padding counts as one more document.
+    begins[at : at + 1] = at > 0
+    documents = np.cumsum(begins, dtype=np.int32)
+    labels[documents[1:] != documents[:-1]] = IGNORE
+    return Row(tokens, labels, documents[:-1])
 
 
 class FilePlace(NamedTuple):
@@ -117,11 +159,6 @@ class Rows(ABC):
     @abstractmethod
     def sequence(self, index: int) -> Row:
         """Return row `index`. Raises EndOfData for an index at or above `total_sequences`."""
-
-    def prepare(self, indexes: Sequence[int]) -> None:
-        """Get rows ready that are asked for next, where that saves time."""
-        # Most text is at hand.
-        return
 
     @abstractmethod
     def padding(self) -> Row:

@@ -26,7 +26,6 @@ from titanlite.data.listing import FoundFile, Listing, Place
 from titanlite.data.records import Columns
 from titanlite.data.remote import (
     check_url,
-    file_size,
     open_file,
     retried,
     url_to_fs,
@@ -35,7 +34,6 @@ from titanlite.data.remote import (
 from titanlite.data.splits import ALL_SPLITS
 from titanlite.data.text_files import TextFiles
 from titanlite.data.text_keys import key_of
-from titanlite.data.token_paths import is_tokens
 from titanlite.utils import counted, logger, pip_install
 
 #: Seconds for a remote source to list its files.
@@ -76,7 +74,6 @@ def remote_files(
 
 
 def _stamp(url: str, patience: float) -> str:
-    """Ask a server for what tells a file from others."""
     with open_file(url, patience) as file:
         return stamp_of(*file.raw.identity)
 
@@ -89,29 +86,16 @@ def url_text(place: Place) -> Listing:
     which files are meant.
     """
     url = place.path
-    _check_url(url, place.key)
-    if _is_one_file(url):
+    check_url(place.key, url)
+    reach(url, f"{place.key}: {public_name(url)} cannot be read", COPY)
+    is_http = url.startswith(("http://", "https://"))
+    if is_http and "*" not in url and not url.endswith("/"):
         return named_files([FoundFile(url, _base(url))], place)
     found = _listed(url, place.key)
-    if _is_pattern(url):
-        return named_files(_known(found, url, place.key), place)
-    if any(file.kind for file in found):
+    is_pattern = any(sign in public_name(url) for sign in "*?[")
+    if not is_pattern and any(file.kind for file in found):
         return choose(found, replace(place, path=public_name(url)))
     return named_files(_known(found, url, place.key), place)
-
-
-def _check_url(url: str, key: str) -> None:
-    """Raise DataError for a URL that is refused, or whose server cannot be reached."""
-    check_url(key, url)
-    reach(url, f"{key}: {public_name(url)} cannot be read", COPY)
-
-
-def _is_one_file(url: str) -> bool:
-    return url.startswith(("http://", "https://")) and "*" not in url and not url.endswith("/")
-
-
-def _is_pattern(url: str) -> bool:
-    return any(sign in public_name(url) for sign in "*?[")
 
 
 def _base(url: str) -> str:
@@ -119,8 +103,6 @@ def _base(url: str) -> str:
 
 
 def _listed(url: str, key: str) -> list[FoundFile]:
-    """Ask a store for all files of a folder or a glob."""
-
     def find() -> list[FoundFile]:
         system, path = url_to_fs(url)
         if any(sign in path for sign in "*?["):
@@ -144,7 +126,6 @@ def _listed(url: str, key: str) -> list[FoundFile]:
 
 
 def _fixed_part(pattern: str) -> str:
-    """Return the folder before the first sign of a pattern."""
     return re.split(r"[*?\[]", pattern, maxsplit=1)[0].rpartition("/")[0]
 
 
@@ -154,21 +135,6 @@ def _known(found: Sequence[FoundFile], url: str, key: str) -> list[FoundFile]:
     if not shown:
         raise DataError(f"{key}: there are no files at {public_name(url)}")
     return [file for file in shown if file.kind] or shown
-
-
-def remote_tokens(place: Place) -> tuple[list[FoundFile], bool]:
-    """Return the files behind the URL of token files, and whether it is a folder.
-
-    Raises DataError as `url_text`.
-    """
-    url = place.path
-    _check_url(url, place.key)
-    if _is_pattern(url) or not is_tokens(url):
-        return _listed(url, place.key), not _is_pattern(url)
-    size = file_size(url, _LISTING_SECONDS)
-    if size is None:
-        raise DataError(f"{place.key}: there is no file at {public_name(url)}")
-    return [FoundFile(url, _base(url), size)], False
 
 
 def hub_files(
@@ -209,13 +175,6 @@ def hub_files(
         raise DataError(f"{key}: {text.repository} has no split {split!r}; it has {known}")
     kind = type(builder).__module__.rpartition(".")[2]
     known_kind = cast(Format, kind) if kind in ("json", "parquet", "arrow") else "auto"
-    return names, _revision_in(names), known_kind
-
-
-def _revision_in(names: Sequence[str]) -> str:
-    """Return the commit that URLs of the hub name; "" if none does."""
-    for name in names:
-        found = re.match(r"hf://datasets/[^@]+@([0-9a-f]+)/", name)
-        if found:
-            return found[1]
-    return ""
+    # The commit is a part of the URLs.
+    commits = [re.match(r"hf://datasets/[^@]+@([0-9a-f]+)/", name) for name in names]
+    return names, next((found[1] for found in commits if found), ""), known_kind

@@ -61,7 +61,6 @@ def words_of(name: str) -> list[str]:
 
 
 def _split_word(name: str) -> str | None:
-    """Return the split that the first word of a split in a name stands for."""
     for word in words_of(name.replace("_", "-").lower()):
         if word in SPLIT_WORDS:
             return SPLIT_WORDS[word]

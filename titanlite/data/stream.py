@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.data import DataError
 from titanlite.data.corpus import PACKING, encode_record, workers_of
+from titanlite.data.file_stamps import FileStamps
 from titanlite.data.lanes import Lane, LaneReader, Place, ServedRow, StreamText
-from titanlite.data.packing import make_row
-from titanlite.data.rows import FilePlace, Row, Rows
-from titanlite.data.stream_state import check_stream
+from titanlite.data.rows import FilePlace, Row, Rows, make_row
+from titanlite.data.state import check_stream
 from titanlite.data.text_files import TextFiles
 from titanlite.data.threads import Pool
 from titanlite.utils import counted
@@ -273,10 +273,13 @@ def open_stream(reader: TextReader, files: TextFiles, order: Order) -> StreamRow
         best_fit=data.packing == "best-fit",
         **order._asdict(),
     )
-    return StreamRows(
+    rows = StreamRows(
         text,
         lanes=data.lanes,
         shared_lanes=reader.lanes,
         ranks=reader.ranks,
         workers=workers_of(data.num_workers),
     )
+    if files.stamps:
+        rows.stamps = FileStamps(files.names, files.stamps)
+    return rows

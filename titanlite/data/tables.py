@@ -29,7 +29,8 @@ def table_rows(
             f"{name}: reading {kind} needs the package pyarrow: {pip_install('pyarrow')}"
         ) from None
     try:
-        for before, batch in _batches(content, kind, columns, start):
+        batches = _parquet(content, columns, start) if kind == "parquet" else _arrow(content)
+        for before, batch in batches:
             columns.check(batch.schema.names, f"{name}")
             for first in range(max(start - before, 0), batch.num_rows, _BATCH):
                 part = batch.slice(first, _BATCH)
@@ -46,7 +47,6 @@ def table_rows(
 def _rows_of(
     part: Any, begin: int, columns: Columns, name: Path | str
 ) -> Iterator[tuple[int, Sequence[Any]]]:
-    """Iterate over the rows of a part of a batch. begin: number of the first."""
     wanted = [*columns.wanted]
     try:
         records = part.select(wanted).to_pylist()
@@ -58,17 +58,8 @@ def _rows_of(
         yield number, strings_of(record, columns, f"{name}, row {number}")
 
 
-def _batches(
-    content: io.BufferedReader[Any], kind: Format, columns: Columns, start: int
-) -> Iterator[tuple[int, Any]]:
-    """Iterate over (rows before, batch)."""
-    if kind == "parquet":
-        return _parquet(content, columns, start)
-    return _arrow(content)
-
-
 def _parquet(content: BinaryIO, columns: Columns, start: int) -> Iterator[tuple[int, Any]]:
-    """Iterate over batches without the row groups that end before `start`."""
+    """Iterate over (rows before, batch), without the row groups that end before `start`."""
     from pyarrow.parquet import ParquetFile
 
     # Read by pages: a whole column of a row group may be gigabytes.
@@ -90,7 +81,6 @@ def _parquet(content: BinaryIO, columns: Columns, start: int) -> Iterator[tuple[
 
 
 def _arrow(content: io.BufferedReader[Any]) -> Iterator[tuple[int, Any]]:
-    """Iterate over the batches of a file or a stream of arrow."""
     from pyarrow import ipc
 
     if content.peek(6).startswith(b"ARROW1"):

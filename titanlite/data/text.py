@@ -19,10 +19,10 @@ from titanlite.config.text_names import hub_text
 from titanlite.config.urls import is_url
 from titanlite.data import DataError
 from titanlite.data.corpus import Corpus, Tokens, encode, tokenize, workers_of
-from titanlite.data.file_stamps import FileStamps, local_stamps
+from titanlite.data.file_stamps import local_stamps
 from titanlite.data.kinds import Format
-from titanlite.data.packing import PackedDataset
 from titanlite.data.rows import Rows
+from titanlite.data.sequences import PackedDataset
 from titanlite.data.text_files import (
     BUNDLED,
     TextFiles,
@@ -118,7 +118,10 @@ class TextReader:
         found: dict[str, Rows] = {}
         for section, source in held_out_texts(validation).items():
             name = source.title if validation.sources else ""
-            found[name] = reader.open(_held_out(source), section, seq_len, epochs=1)
+            text = hub_text(source.name or "")
+            if source.path is None and not source.split and text is not None:
+                source = replace_fields(source, split=text.held_out)
+            found[name] = reader.open(source, section, seq_len, epochs=1)
         return found
 
     def open_with_end(self, source: DataSource, section: str, seq_len: int) -> Rows:
@@ -146,22 +149,14 @@ class TextReader:
             from titanlite.data.token_files import open_source
 
             tokens = open_source(self, source, section)
-            rows = self._packed(tokens, order, epochs, tokens.listing)
-            names = tokens.listing.files
-            stamps = self.share(f"stamps of {section}", lambda: local_stamps(names))
-            rows.stamps = FileStamps(names, stamps, is_proven=tokens.index is not None)
-            return rows
+            return self._packed(tokens, order, epochs, tokens.listing)
         self._refuse_type(source, section)
         files = self.share(f"files of {section}", lambda: self.files_of(source, section))
         if self._is_stream(files, source):
             from titanlite.data.stream import open_stream
 
-            rows = open_stream(self, files, order)
-        else:
-            rows = self._packed(self._corpus(files), order, epochs, files.listing)
-        if files.stamps:
-            rows.stamps = FileStamps(files.names, files.stamps, is_proven=rows.lanes is None)
-        return rows
+            return open_stream(self, files, order)
+        return self._packed(self._corpus(files), order, epochs, files.listing)
 
     def look(self, source: DataSource, section: str, records: int) -> None:
         """Encode the first records of a text that is here already. Raises DataError as `open`."""
@@ -182,7 +177,6 @@ class TextReader:
             pass
 
     def _refuse_type(self, source: DataSource, section: str) -> None:
-        """Raise DataError for a type of ids beside text."""
         key = ""
         if source.token_dtype is not None:
             key = f"{section}.token_dtype"
@@ -249,7 +243,6 @@ class TextReader:
         return size > _STREAMED_BYTES
 
     def _corpus(self, files: TextFiles) -> Corpus:
-        """Tokenize all text of a source, or map what an earlier run has kept."""
         if is_url(files.names[0]):
             workers = workers_of(self.data.num_workers)
             return tokenize((), self.tokenizer, self.vocab_size, workers, files.all_records())
@@ -265,13 +258,4 @@ class TextReader:
 
 
 def _is_of_hub(source: DataSource) -> bool:
-    """Whether a source is the name of a data set of the Hugging Face hub."""
     return source.path is None and hub_text(source.name or "") is not None
-
-
-def _held_out(source: DataSource) -> DataSource:
-    """Return a source with a split: its own, or that of the hub's data set for validation."""
-    if source.split or source.path is not None:
-        return source
-    text = hub_text(source.name or "")
-    return replace_fields(source, split=text.held_out if text else None)

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from titanlite.config.data_sections import Data, DataSource
-from titanlite.config.text_names import REGISTERED
+from titanlite.config.text_names import REGISTERED, HubText
 from titanlite.config.urls import public_name
-from titanlite.data import DataError, FileChangedError
+from titanlite.data import DataError
 from titanlite.data.empty_files import watched
 from titanlite.data.formats import read_file
 from titanlite.data.kinds import Format
@@ -86,25 +86,12 @@ class TextFiles:
         """Iterate over the records of a file from row `start` on, 0 the first.
 
         Raises DataError, naming file and place, for bad records, and when the source has not come
-        back in `patience` seconds. Of a file that was replaced the rows after those served are
-        read.
+        back in `patience` seconds.
         """
         name = self.names[shard]
-        row = start
-        #: Row at which the file was replaced before.
-        changed = -1
-        while True:
-            try:
-                for record in read_file(name, self.kind, self.columns, row, self.patience):
-                    note_progress("data")
-                    yield record
-                    row = record.number
-                return
-            except FileChangedError as error:
-                if row == changed:
-                    raise
-                logger.warning(f"{error}: it is read again, from record {row + 1} on")
-                changed = row
+        for record in read_file(name, self.kind, self.columns, start, self.patience):
+            note_progress("data")
+            yield record
 
     def all_records(self) -> Iterator[Record]:
         """Iterate over the records of all files, in order. Raises DataError if there is none."""
@@ -153,29 +140,23 @@ def columns_of(
     messages.
     """
     if path is None and dataset in BUNDLED:
-        if dataset in _PROMPTED:
-            return Columns("completion", "prompt")
-        return Columns()
+        return Columns("completion", "prompt") if dataset in _PROMPTED else Columns()
     source = source or DataSource()
-    has_own = bool(source.text_key or source.prompt_key or source.completion_key)
-    messages = source.messages_key
-    if not messages and not has_own:
-        messages = data.messages_key
+    has_prompts = source.prompt_key or source.completion_key
+    has_own = source.text_key or has_prompts or source.messages_key
+    section = "data.source" if has_own else "data"
+    messages = source.messages_key if has_own else data.messages_key
     if messages:
         from titanlite.data.chat import load_template
 
         assert tokenizer is not None
-        section = "data.source" if source.messages_key else "data"
         template = load_template(data.chat_template, tokenizer, day=data.template_date)
         return Columns(messages, None, section, template)
-    section = "data.source" if has_own else "data"
-    names_text_alone = source.text_key and not source.prompt_key and not source.completion_key
     prompt = source.prompt_key or data.prompt_key
     completion = source.completion_key or data.completion_key
-    if prompt and completion and not names_text_alone:
+    if prompt and completion and (has_prompts or not source.text_key):
         return Columns(completion, prompt, section)
-    registered = REGISTERED.get(dataset)
-    usual = registered.text_key if registered else "text"
+    usual = REGISTERED.get(dataset, HubText("")).text_key
     return Columns(source.text_key or data.text_key or usual, None, section)
 
 

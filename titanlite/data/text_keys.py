@@ -1,11 +1,22 @@
-"""The texts that a config names, and their keys. Nothing here imports numpy."""
+"""The texts that a config names, their keys, and what a check can tell without reading them.
+
+Nothing here imports numpy.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
 
 from titanlite.config.data_sections import Data, DataSource, Validation
 from titanlite.config.sections import Training
+from titanlite.config.urls import is_url
+from titanlite.data import DataError
+from titanlite.data.token_paths import is_of_tokens
+
+if TYPE_CHECKING:
+    from titanlite.data.kinds import Format
+    from titanlite.data.listing import UnclearTextError
 
 
 def training_texts(training: Training, data: Data) -> dict[str, DataSource]:
@@ -47,3 +58,26 @@ def key_of(section: str, field: Literal["name", "path"] = "name") -> str:
     if section.endswith("]"):
         return f"{section}.{field}"
     return f"{section}.dataset_path" if field == "path" else f"{section}.dataset"
+
+
+def open_choices(
+    training: Training, data: Data, validation: Validation
+) -> Iterator[UnclearTextError]:
+    """Yield the errors of folders that leave open which of their files are meant."""
+    texts = training_texts(training, data)
+    if validation.enable:
+        texts |= held_out_texts(validation)
+    for section, source in texts.items():
+        if source.path is None or is_url(source.path) or is_of_tokens(source):
+            continue
+        from titanlite.data.listing import Place, UnclearTextError
+        from titanlite.data.local_files import list_text
+
+        kind: Format = "auto" if source.format == "tokens" else source.format
+        try:
+            list_text(Place(source.path, key_of(section, "path"), source.split, kind))
+        except UnclearTextError as error:
+            yield error
+        except (DataError, OSError):
+            # The folder may be filled before the run, which says the same.
+            continue

@@ -17,7 +17,6 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +94,8 @@ class _Text:
 
         Raises OSError for a file that cannot be asked.
         """
+        from importlib import metadata
+
         columns = self.columns or Columns()
         texts: list[list[Any]] = []
         for file in self.files:
@@ -184,9 +185,6 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _load(path: Path, text: _Text) -> Corpus | None:
-    """Map the tokens of `path` into memory; None if there is no such file, or a damaged one, which
-    goes.
-    """
     if not path.exists():
         return None
     try:
@@ -236,7 +234,6 @@ def _checksum(about: dict[str, Any], arrays: list[NDArray[Any]]) -> int:
 
 
 def _save(corpus: Corpus, path: Path) -> None:
-    """Write `corpus`, with a warning if that fails."""
     arrays: list[NDArray[Any]] = [corpus.offsets, corpus.tokens]
     about = {
         "documents": corpus.documents,

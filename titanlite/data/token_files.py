@@ -8,8 +8,9 @@ pages of a map belong to the system's page cache.
 from __future__ import annotations
 
 import hashlib
+import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -26,7 +27,7 @@ from titanlite.data.rows import FilePlace
 from titanlite.data.text_keys import key_of
 from titanlite.data.token_cache import records_folder
 from titanlite.data.token_checks import REPAIR, HashCheck
-from titanlite.data.token_parts import ORDER, TokenPart
+from titanlite.data.token_parts import ORDER, Part
 from titanlite.data.token_paths import INDEX, is_index
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import counted
@@ -44,7 +45,7 @@ class _Span(NamedTuple):
     """Tokens [begin, end) of a part, by its number."""
 
     number: int
-    part: TokenPart
+    part: Part
     begin: int
     end: int
 
@@ -71,7 +72,7 @@ class TokenFiles:
     def __init__(
         self,
         path: str,
-        parts: Sequence[TokenPart],
+        parts: Sequence[Part],
         tokenizer: Tokenizer,
         vocab_size: int,
         index: Mapping[str, Any] | None = None,
@@ -101,7 +102,7 @@ class TokenFiles:
         """The files, for reports."""
         if self.found is not None:
             return self.found
-        names = tuple(part.name for part in self.parts)
+        names = tuple(str(part.file) for part in self.parts)
         size = sum(part.size * part.dtype.itemsize for part in self.parts)
         return Listing(names, {"tokens": len(names)}, size, None, {}, {})
 
@@ -142,23 +143,9 @@ class TokenFiles:
     def describe(self) -> str:
         """Return the size in words."""
         text = f"{self.size:,} tokens per epoch, from token files"
-        if all(part.is_counted for part in self.parts):
-            return f"{counted(self.documents, 'documents')}, {text}"
-        return f"{text}, cut into documents {self.cut}"
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether each read asks a server."""
-        return self.parts[0].is_remote
-
-    def prepare(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Get tokens [begin, end) of each range ready, which are read next."""
-        of_parts: dict[int, list[tuple[int, int]]] = {}
-        for begin, end in ranges:
-            for span in self._spans(begin, end):
-                of_parts.setdefault(span.number, []).append((span.begin, span.end))
-        for number, spans in of_parts.items():
-            self.parts[number].prepare(spans)
+        if self.cut:
+            return f"{text}, cut into documents {self.cut}"
+        return f"{counted(self.documents, 'documents')}, {text}"
 
     def read(self, begin: int, end: int) -> NDArray[np.int64]:
         """Return tokens [begin, end). Raises DataError for an id outside the vocabulary."""
@@ -168,7 +155,12 @@ class TokenFiles:
         unsigned = joined.view(joined.dtype.str.replace("i", "u"))
         if int(unsigned.max()) >= self.vocab_size:
             wrong = int(np.flatnonzero(unsigned >= self.vocab_size)[0])
-            raise self._over_vocabulary(begin + wrong, int(joined[wrong]))
+            span = next(self._spans(begin + wrong, begin + wrong + 1))
+            raise DataError(
+                f"{span.part.file}, token {span.begin:,} (from 0): id {joined[wrong]} is outside "
+                f"the model's vocabulary of {self.vocab_size}. Set model.vocab_size above it, or "
+                f"prepare the text with the model's tokenizer{span.part.remedy}"
+            )
         return joined.astype(np.int64)
 
     def is_target(self, begin: int, end: int) -> NDArray[np.bool_]:
@@ -198,17 +190,15 @@ class TokenFiles:
         part = self.parts[number]
         within = document - self._first_document(number)
         if not part.sources:
-            return FilePlace(part.name, within + 1)
+            return FilePlace(str(part.file), within + 1)
         after = bisect_right(part.sources, within, key=lambda source: source.first)
         source = part.sources[after - 1]
         return FilePlace(source.file, source.record + within - source.first + 1)
 
     def _first_token(self, number: int) -> int:
-        """Return the tokens before a part."""
         return self._ends[number] - self.parts[number].size
 
     def _first_document(self, number: int) -> int:
-        """Return the documents before a part."""
         return self._documents[number] - self.parts[number].documents
 
     def _spans(self, begin: int, end: int) -> Iterator[_Span]:
@@ -225,14 +215,6 @@ class TokenFiles:
             begin = stop
             number += 1
 
-    def _over_vocabulary(self, token: int, wrong_id: int) -> DataError:
-        span = next(self._spans(token, token + 1))
-        return DataError(
-            f"{span.part.name}, token {span.begin:,} (from 0): id {wrong_id} is outside the "
-            f"model's vocabulary of {self.vocab_size}. Set model.vocab_size above it, or prepare "
-            f"the text with the model's tokenizer{span.part.remedy}"
-        )
-
     def sample(self) -> str:
         """Check pieces from all over the files; return a digest of them and of the sizes.
 
@@ -242,18 +224,13 @@ class TokenFiles:
         digest = hashlib.sha256(f"{ORDER}\n{sizes}".encode())
         begins = np.unique(np.linspace(0, self.size - 1, _PIECES).astype(np.int64)).tolist()
         begins.append(max(self.size - _PIECE, 0))
-        ranges = [(begin, min(begin + _PIECE, self.size)) for begin in begins]
-        self.prepare(ranges)
-        for begin, end in ranges:
-            digest.update(self.read(begin, end).astype("<i8").tobytes())
+        for begin in begins:
+            piece = self.read(begin, min(begin + _PIECE, self.size))
+            digest.update(piece.astype("<i8").tobytes())
         return digest.hexdigest()
 
 
 # Opening
-
-
-def _alone(_: str, make: Callable[[], Any]) -> Any:
-    return make()
 
 
 @dataclass(frozen=True)
@@ -262,7 +239,7 @@ class TokenKeys:
 
     fields: of records, that the config asks for (`text_key`, …). records: folder that keeps which
     parts of prepared folders are whole, see `titanlite.data.token_checks`. dtype: of ids where no
-    file tells it; dtype_key: its key. split: of a folder. patience, share: see `TextReader`.
+    file tells it; dtype_key: its key. split: of a folder.
     """
 
     fields: Mapping[str, str | None] = field(default_factory=dict)
@@ -270,8 +247,6 @@ class TokenKeys:
     dtype: str = "auto"
     dtype_key: str = "data.token_dtype"
     split: str | None = None
-    patience: float = 0.0
-    share: Callable[[str, Callable[[], Any]], Any] = _alone
 
 
 def open_source(reader: TextReader, source: DataSource, section: str) -> TokenFiles:
@@ -289,25 +264,18 @@ def open_source(reader: TextReader, source: DataSource, section: str) -> TokenFi
         dtype=source.token_dtype or data.token_dtype,
         dtype_key=f"{section}.token_dtype" if source.token_dtype else "data.token_dtype",
         split=source.split,
-        patience=reader.patience,
-        share=reader.share,
     )
     path = str(source.path)
     files = open_tokens(path, reader.tokenizer, reader.vocab_size, key_of(section, "path"), keys)
-    if data.template_date and fields["messages_key"] and files.index:
-        there = dict(files.index["options"]["chat"][1]).get("template_date")
-        if there != data.template_date:
-            raise DataError(
-                f"data.template_date: {source.path} is prepared with {there or 'none'}; leave the "
-                "key out"
-            )
-    if data.chat_template and fields["messages_key"] and files.index:
+    has_template = data.chat_template or data.template_date
+    if has_template and fields["messages_key"] and files.index:
         from titanlite.data.chat import load_template
 
-        template = load_template(data.chat_template, reader.tokenizer)
-        if files.index["options"]["chat"][0] != template.source:
+        template = load_template(data.chat_template, reader.tokenizer, day=data.template_date)
+        if files.index["options"]["chat"] != json.loads(json.dumps(template)):
             raise DataError(
-                f"data.chat_template: {source.path} is prepared with another one; leave the key out"
+                f"data.chat_template, data.template_date: {source.path} is prepared with another "
+                "template or day; leave the keys out"
             )
     return files
 
@@ -332,7 +300,12 @@ def open_tokens(
         if is_folder and (is_index(place / INDEX) or any(place.glob("part-*.tokens"))):
             files = _prepared(place, tokenizer, vocab_size, key, keys)
         else:
-            files = _foreign(path, tokenizer, vocab_size, key, keys)
+            from titanlite.data.foreign.raw import open_foreign
+
+            parts, listing, cut = open_foreign(path, tokenizer, vocab_size, key, keys)
+            files = TokenFiles(path, parts, tokenizer, vocab_size)
+            files.found, files.cut = listing, cut
+            files.fingerprint = files.sample()
     except OSError as error:
         raise DataError(
             f"{key}: {error.filename or path} cannot be read: {error.strerror or error}"
@@ -341,25 +314,7 @@ def open_tokens(
     return files
 
 
-def _foreign(
-    path: str, tokenizer: Tokenizer, vocab_size: int, key: str, keys: TokenKeys
-) -> TokenFiles:
-    from titanlite.data.foreign.opening import open_foreign
-
-    parts, files_found, cut = open_foreign(path, tokenizer, vocab_size, key, keys)
-    files = TokenFiles(path, parts, tokenizer, vocab_size)
-    files.found = files_found
-    files.cut = str(cut or "")
-    if files.is_remote:
-        # One rank asks the server for all.
-        files.fingerprint = keys.share(f"samples of {key}", files.sample)
-    else:
-        files.fingerprint = files.sample()
-    return files
-
-
 def _check_fields(files: TokenFiles, path: str, fields: Mapping[str, str | None]) -> None:
-    """Raise DataError where the config asks for other fields than tokens were made of."""
     options = files.index["options"] if files.index else {}
     for name, wanted in fields.items():
         there = options.get(name)

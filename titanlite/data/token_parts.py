@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,63 +28,26 @@ class SourceSpan(NamedTuple):
     record: int
 
 
-class TokenPart(DocumentArray):
-    """One file of `size` tokens, in which `documents` documents begin.
-
-    `tokens`: [size]. `offsets`: [documents + 1]. `sources`: in order; () where they are not known.
-    """
-
-    dtype: np.dtype[Any]
-    size: int
-    documents: int
-    has_targets: bool = False
-    sources: Sequence[SourceSpan] = ()
-    #: What else to do about an id that is too high: a clause.
-    remedy: str = ""
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether each read asks a server."""
-        return False
-
-    @property
-    def name(self) -> str:
-        """Path or URL, for messages."""
-        raise NotImplementedError
-
-    @property
-    def is_counted(self) -> bool:
-        """Whether `documents` is known without reading all tokens."""
-        return True
-
-    def prepare(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Get tokens [begin, end) of each span ready, which are read next."""
-
-    def is_target(self, begin: int, end: int) -> NDArray[np.bool_]:
-        """Return whether tokens [begin, end) are targets."""
-        return np.ones(end - begin, dtype=bool)
-
-
 @dataclass
-class Part(TokenPart):
-    """A local file of tokens, and what tells where documents begin.
+class Part(DocumentArray):
+    """A file of `size` tokens; of a prepared folder, if no subclass says otherwise.
 
-    `tokens`: plain arrays over the maps, as slices of a memmap are slower. `first_byte`: of the
-    first token.
+    `tokens`: [size], plain arrays over the maps, as slices of a memmap are slower. `offsets`:
+    [documents + 1]. `first_byte`: of the first token. `sources`: in order; () where they are not
+    known. `remedy`: what else to do about an id that is too high, a clause.
     """
 
     file: Path
     dtype: np.dtype[Any]
     size: int
-    documents: int
-    find_offsets: Callable[[], NDArray[np.int64]]
     first_byte: int = 0
     has_targets: bool = False
     sources: Sequence[SourceSpan] = ()
+    remedy: str = ""
 
     @property
-    def name(self) -> str:
-        return str(self.file)
+    def documents(self) -> int:
+        return len(self.offsets) - 1
 
     @cached_property
     def tokens(self) -> NDArray[Any]:  # type: ignore[override]
@@ -93,6 +56,11 @@ class Part(TokenPart):
     @cached_property
     def offsets(self) -> NDArray[np.int64]:  # type: ignore[override]
         return self.find_offsets()
+
+    def find_offsets(self) -> NDArray[np.int64]:
+        """Return where documents begin, and the end [documents + 1]."""
+        file = self.file.with_suffix(".offsets")
+        return map_array(file, "<i8", file.stat().st_size // 8)
 
     def check_offsets(self) -> None:
         """Raise DataError where documents do not follow each other, see
@@ -105,8 +73,9 @@ class Part(TokenPart):
         return map_array(self.file.with_suffix(".targets"), "u1", -(-self.size // 8))
 
     def is_target(self, begin: int, end: int) -> NDArray[np.bool_]:
+        """Return whether tokens [begin, end) are targets."""
         if not self.has_targets:
-            return super().is_target(begin, end)
+            return np.ones(end - begin, dtype=bool)
         first_byte = begin // 8
         bits = np.unpackbits(self._target_bits[first_byte : -(-end // 8)], bitorder="little")
         first = begin - 8 * first_byte

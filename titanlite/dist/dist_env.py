@@ -226,7 +226,6 @@ class DistEnv:
 
 
 def _take_gpu(env: LaunchEnv) -> torch.device:
-    """Let this process work on its own GPU, and return it."""
     import torch
 
     gpus = torch.cuda.device_count()

@@ -43,7 +43,6 @@ def interface_problem(variable: str) -> str:
 
 
 def _chosen_interfaces(variable: str, value: str, have: list[str]) -> list[str]:
-    """Return those of the interfaces `have` that a variable chooses."""
     # NCCL's forms: a list of prefixes, "=" before exact names, "^" before names to leave out.
     is_exact = variable == "GLOO_SOCKET_IFNAME" or "=" in value[:2]
     words = tuple(value.lstrip("^=").split(","))
@@ -57,7 +56,6 @@ def _chosen_interfaces(variable: str, value: str, have: list[str]) -> list[str]:
 
 
 def _host_name_problem(advice: str) -> str:
-    """Return what is wrong with the address that gloo takes without its variable."""
     with contextlib.suppress(OSError):
         address = socket.gethostbyname(socket.gethostname())
         if address.startswith("127."):

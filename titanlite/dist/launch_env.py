@@ -65,7 +65,6 @@ def read_launch_env(group: tuple[int, int] | None = None) -> LaunchEnv:
 
 
 def _address(read: _Variables) -> tuple[str, int]:
-    """Return host and port of rank 0."""
     host = read.text("MASTER_ADDR")
     port = read.number("MASTER_PORT", 1, 65535, None, "a free port")
     if not host:

@@ -163,7 +163,6 @@ def _wait(  # noqa: PLR0913
 
 
 def _missing_ranks(store: dist.Store, size: int, limit: float) -> RendezvousError:
-    """Return the error of ranks that are not up."""
     missing: list[int] = []
     hosts: set[str] = set()
     for rank in range(size):
@@ -212,7 +211,6 @@ def connect(
 
 
 def _process(store: dist.Store, rank: int) -> str:
-    """Return the host and the process of a rank."""
     return store.get(f"up/{rank}").decode() if store.check([f"up/{rank}"]) else "not there"
 
 

@@ -261,7 +261,6 @@ def hold_signals(*numbers: signal.Signals) -> None:
 
 
 def _install(numbers: Iterable[signal.Signals], handler: Any) -> dict[signal.Signals, Any]:
-    """Install a handler for these signals; return those before it."""
     # A shell ignores SIGINT for jobs in its background: a Ctrl-C there means another job.
     taken = [n for n in numbers if n != signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in taken}

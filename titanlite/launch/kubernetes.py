@@ -121,7 +121,6 @@ def _name(job: Job) -> str:
 
 
 def _requests(job: Job) -> dict[str, str]:
-    """Return what a pod asks for beside GPUs and network devices, as Kubernetes writes it."""
     launch = job.launch
     cpus = job.ranks if launch.cpu else _CPUS * job.ranks
     asked = {"cpu": launch.cpu_request or str(cpus), "memory": launch.memory_request}
@@ -135,7 +134,6 @@ def _has_deadline(job: Job) -> bool:
 
 
 def _words(job: Job) -> list[str]:
-    """Return the command of a pod."""
     # The operator gives the rest of the rendezvous in the environment; of a TrainJob all of it.
     ranks = [] if job.launch.kind == "TrainJob" else ["--nproc_per_node", str(job.ranks)]
     torchrun = ["python", "-m", "titanlite.torchrun", *ranks]

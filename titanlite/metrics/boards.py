@@ -13,15 +13,12 @@ from typing import Any
 from titanlite.utils import logger
 
 _CLOSE_SECONDS = 10.0
-#: Rows that may wait for the thread: more than come while it looks for a network that is not there.
-_QUEUE = 10_000
 
 
 class BackgroundWriter:
     """Base class: `send` of a subclass runs in the thread, over all rows until the end.
 
-    The first error ends it with one warning. Rows that it cannot keep up with are dropped, with one
-    warning.
+    The first error ends it with one warning.
     """
 
     #: In messages; and the advice that follows the message of an error.
@@ -34,7 +31,7 @@ class BackgroundWriter:
         self._rows: queue.SimpleQueue[tuple[int, dict[str, Any]] | None] = queue.SimpleQueue()
         #: The run failed; known at the end of the rows.
         self.failed = False
-        self._dropped = self._ended = False
+        self._ended = False
         self._stopped_at: float | None = None
         self._thread = threading.Thread(
             target=self._work, name=f"titanlite-{self.name}", daemon=True
@@ -45,18 +42,10 @@ class BackgroundWriter:
         """Connect, send each row (a step, values by name) as it comes, and end in order."""
         raise NotImplementedError
 
-    def write(self, step: int, values: Mapping[str, float | str]) -> None:
+    def write(self, step: int, values: Mapping[str, float]) -> None:
         """Hand values by name to the thread, and return."""
-        if self._ended:
-            return
-        if self._rows.qsize() < _QUEUE:
+        if not self._ended:
             self._rows.put((step, dict(values)))
-        elif not self._dropped:
-            self._dropped = True
-            logger.warning(
-                f"{self.name} does not keep up: {_QUEUE:,} rows wait for it. Further rows are "
-                "dropped there; metrics.jsonl has all of them"
-            )
 
     def stop(self, failed: bool = False) -> None:
         """Have the thread send the rest and end, and return. `close` waits for it."""
@@ -175,5 +164,4 @@ class TensorBoard(BackgroundWriter):
         ) as writer:
             for step, values in rows:
                 for tag, value in values.items():
-                    add = writer.add_text if isinstance(value, str) else writer.add_scalar
-                    add(tag, value, step)
+                    writer.add_scalar(tag, value, step)

@@ -187,14 +187,9 @@ class MetricsLogger(Callback):
             for board in boards:
                 board.write(step, tags(row))
 
-    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Show texts, by tag, in TensorBoard."""
-        if self._tensorboard:
-            self._tensorboard.write(step, texts)
-
     def _begin(self, trainer: Trainer) -> None:
         reset_peak(self._world.device)
-        self._meter.start(trainer.steps)
+        self._meter.start()
         self._request_layer_norms(trainer)
 
     def _open_tensorboard(self, step: int) -> None:
@@ -238,7 +233,7 @@ class MetricsLogger(Callback):
         parts = [more.sums() for more in self._more]
         found = self._reduce(result, parts)
         tokens_after = trainer.parts.course.tokens_after
-        reading = self._meter.read(step, tokens_after(trainer.steps) - tokens_after(step))
+        reading = self._meter.read(tokens_after(trainer.steps) - tokens_after(step))
         per_step = reading.figures["seconds_per_step"]
         ranks: dict[str, float] = {}
         warning = ""

@@ -13,6 +13,7 @@ import os
 import platform
 import time
 from collections import defaultdict, deque
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -43,49 +44,32 @@ class Reading(NamedTuple):
 class Throughput:
     """Measures time between readings; costs a few clock calls per step.
 
-    tokens_per_step, sequences_per_step: over all devices. flops_per_token: forward and backward.
-    peak_flops: FLOPS of one device, None if unknown. `step_done` may tell another size, whose FLOPs
-    per token are those of `flops_by_length`.
+    devices: of the run. flops_per_token: forward and backward, by tokens of a sequence. peak_flops:
+    FLOPS of one device, None if unknown.
     """
 
     def __init__(
-        self,
-        tokens_per_step: int,
-        sequences_per_step: int,
-        devices: int,
-        flops_per_token: int,
-        peak_flops: float | None,
+        self, devices: int, flops_per_token: Mapping[int, int], peak_flops: float | None
     ) -> None:
-        self._tokens = tokens_per_step
-        self._sequences = sequences_per_step
         self._devices = devices
         self._flops_per_token = flops_per_token
         self._peak = peak_flops
-        #: Tokens of a sequence → FLOPs per token, for lengths that have others.
-        self.flops_by_length: dict[int, int] = {}
         self._kind = "work"
         self._since = self._cpu_since = 0.0
-        self.start(0)
+        self.start()
 
-    def start(self, total_steps: int) -> None:
-        """Begin to measure now.
-
-        The first reading has the slow first step. total_steps: the run's last step.
-        """
-        self._total_steps = total_steps
+    def start(self) -> None:
+        """Begin to measure now. The first reading has the slow first step."""
         #: Seconds per token of the latest steps, without those of the first reading.
         self._recent: deque[float] | None = None
         self._begin_window()
 
-    def step_done(self, size: StepSize | None = None) -> None:
-        """Call after each step. size: None: that of the constructor."""
+    def step_done(self, size: StepSize) -> None:
+        """Call after each step."""
         self._steps += 1
-        if size is None:
-            size = StepSize(self._sequences, self._tokens // self._sequences, self._sequences)
         self._done_sequences += size.sequences
         self._done_tokens += size.tokens
-        flops = self.flops_by_length.get(size.seq_len, self._flops_per_token)
-        self._done_flops += size.tokens * flops
+        self._done_flops += size.tokens * self._flops_per_token[size.seq_len]
 
     def enter(self, kind: str) -> None:
         """Say what begins: "work" of a step; waiting for "data", a part of the step; or a pause,
@@ -112,12 +96,9 @@ class Throughput:
         self.enter(self._kind)
         return self._cpu["work"] / self._steps, self._seconds["data"] / self._steps
 
-    def read(self, step: int, tokens_left: int | None = None) -> Reading:
+    def read(self, tokens_left: int) -> Reading:
         """Return the means since `start` or the last reading, at least a step ago, and begin a new
-        window.
-
-        step: the last step done. tokens_left: of the steps after it; None: they have as many tokens
-        as the constructor says.
+        window. tokens_left: of the steps to come.
         """
         self.enter(self._kind)
         steps = self._steps
@@ -141,8 +122,6 @@ class Throughput:
         else:
             per_token = seconds / self._done_tokens
             self._recent.extend([per_token] * min(steps, _RECENT_STEPS))
-        if tokens_left is None:
-            tokens_left = max(self._total_steps - step, 0) * self._tokens
         left = None
         if self._recent:
             left = median(self._recent) * tokens_left

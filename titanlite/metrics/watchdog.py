@@ -182,12 +182,14 @@ class HangWatchdog:
         grouped = dist.is_initialized()
         self.rank = dist.get_rank() if grouped else 0
         self.size = dist.get_world_size() if grouped else 1
-        # A separate connection: an operation that waits holds up all others on the same one.
-        store = _get_default_store().clone() if grouped else dist.HashStore()  # type: ignore[attr-defined]
+        store: Any = dist.HashStore()
+        if grouped:
+            default: Any = _get_default_store()
+            # A separate connection: an operation that waits holds up all others on the same one.
+            store = default.clone()
         store.set_timeout(timedelta(seconds=_STORE_SECONDS))
-        number = store.add(
-            f"titanlite_watchdog/{self.rank}", 1
-        )  # one watchdog after the other, the same on all ranks
+        # One watchdog after the other, the same on all ranks.
+        number = store.add(f"titanlite_watchdog/{self.rank}", 1)
         self._store = dist.PrefixStore(f"titanlite_watchdog/{number}", store)
         self._poll = max(_POLL_SECONDS, self.size / _POLLS_PER_SECOND)
         self._heartbeat = max(self._heartbeat, self.size / _BEATS_PER_SECOND)

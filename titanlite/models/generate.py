@@ -4,8 +4,7 @@
         sampling=Sampling(temperature=0.8)):
         ...                             # [next id of row 0, of row 1]; None: that row has ended
 
-`titanlite sample` and `titanlite eval` use it, and the prompts that a run samples
-(`titanlite.metrics.samples`).
+`titanlite sample` uses it.
 """
 
 from __future__ import annotations
@@ -16,12 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-
-from titanlite.utils import note_progress
 
 if TYPE_CHECKING:
     from titanlite.data.tokenizer import Tokenizer
@@ -176,8 +171,6 @@ def generate(  # noqa: PLR0913
     head: str = "output",
     vocab: int | None = None,
     first_row: int = 0,
-    multiple: int = 1,
-    together: bool = False,
     cached: bool = True,
 ) -> Generator[list[int | None], None, None]:
     """Yield the next id of every row, until all rows have ended; None for a row that has.
@@ -189,14 +182,11 @@ def generate(  # noqa: PLR0913
     prompts: ids of each row, at least one and fewer than limit. limit: the longest sequence of the
     model. head: name of the linear for logits; only the last token of each row goes through it.
     vocab: ids to draw from, where the vocabulary is padded. first_row: number of the first row.
-    multiple: tensor-parallel ranks, which must share a sequence evenly. together: all ranks of the
-    default group call this with the same arguments, and take rank 0's ids. cached: False computes
-    every token again for each one. So does a model without replaceable attention.
+    cached: False computes every token again for each one. So does a model without replaceable
+    attention.
     """
-    # The last token may have padding behind it.
-    limit -= multiple - 1
     device = next(model.parameters()).device
-    rows = _Rows(prompts, max_tokens, limit, multiple, device)
+    rows = _Rows(prompts, max_tokens, limit, device)
     numbers = range(first_row, first_row + len(prompts))
     draws = [np.random.default_rng([sampling.seed, number]) for number in numbers]
     cache = KVCache(model, len(prompts), rows.ids.size(1))
@@ -205,11 +195,8 @@ def generate(  # noqa: PLR0913
     model.eval()
     try:
         for _ in range(max_tokens):
-            logits = rows.newest(_forward(model, rows, head, shared=multiple > 1))
+            logits = rows.newest(_forward(model, rows, head))
             found = _draw(logits[:, :vocab], sampling, draws)
-            if together:
-                dist.broadcast(found, 0)
-            note_progress("sample", "evaluate")
             yield rows.add(found, stop_ids)
             if not any(rows.alive):
                 return
@@ -221,7 +208,7 @@ def generate(  # noqa: PLR0913
 class _Rows:
     """The texts of one call of `generate`, and which of their tokens the next forward pass takes.
 
-    limit: tokens of a row at most. multiple: the width of a pass is a multiple of it.
+    limit: tokens of a row at most.
     """
 
     def __init__(
@@ -229,7 +216,6 @@ class _Rows:
         prompts: Sequence[Sequence[int]],
         max_tokens: int,
         limit: int,
-        multiple: int,
         device: torch.device,
     ) -> None:
         self.lengths = [len(prompt) for prompt in prompts]
@@ -237,15 +223,14 @@ class _Rows:
         #: Keys and values of earlier passes; None: each pass takes all tokens.
         self.cache: KVCache | None = None
         self._limit = limit
-        self._multiple = multiple
         longest = min(max(self.lengths) + max_tokens, limit)
-        ids = torch.zeros(len(prompts), longest + multiple - 1, dtype=torch.int64)
+        ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt)
         self.ids = ids.to(device)
         #: Of the next pass: first place [rows, 1], tokens of each row, place of the newest in it.
         self.start = torch.zeros(len(prompts), 1, dtype=torch.int64, device=device)
-        self.width = _up(max(self.lengths), multiple)
+        self.width = max(self.lengths)
         self.last = torch.tensor(self.lengths, device=device) - 1
 
     def positions(self) -> Tensor:
@@ -278,19 +263,16 @@ class _Rows:
         self.ids.scatter_(1, places, kept.unsqueeze(1))
         if self.cache is None:
             self.last = places.squeeze(1)
-            self.width = _up(max(self.lengths), self._multiple)
+            self.width = max(self.lengths)
         else:
             self.start = places
             self.last = torch.zeros_like(self.last)
-            self.width = self._multiple
+            self.width = 1
             self.cache.first = False
 
 
-def _forward(model: nn.Module, rows: _Rows, head: str, shared: bool) -> Tensor:
-    """Return logits of the next pass: [rows, 1 or width, vocab].
-
-    shared: ranks share each sequence; then all of its tokens go through the head.
-    """
+def _forward(model: nn.Module, rows: _Rows, head: str) -> Tensor:
+    """Return logits of the next pass: [rows, 1 or width, vocab]."""
     positions = rows.positions()
     cache = rows.cache
     given = {}
@@ -300,16 +282,12 @@ def _forward(model: nn.Module, rows: _Rows, head: str, shared: bool) -> Tensor:
         given["positions"] = positions
     with (
         contextlib.nullcontext() if cache is None else cache,
-        _only(model, head, rows.last, not shared and rows.width > 1),
+        _only(model, head, rows.last, rows.width > 1),
         # Other shapes than in training would be compiled again.
         torch.compiler.set_stance("force_eager"),
     ):
-        logits = model(rows.ids.gather(1, positions), **given)
-    return logits.full_tensor() if isinstance(logits, DTensor) else logits
-
-
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+        logits: Tensor = model(rows.ids.gather(1, positions), **given)
+    return logits
 
 
 @contextlib.contextmanager

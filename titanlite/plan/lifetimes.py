@@ -210,13 +210,11 @@ class _Replay:
         made = 0
         gradients = _Gradients(self.ops[-1])
         for index, op in reversed(list(enumerate(self.ops))):
-            given = gradients.pop(op.name)
+            given = gradients.of.pop(op.name)
             mine: dict[str, _Storage] = {}
             for name in op.reads:
-                if op.passes:
-                    mine[name] = gradients.share(given)
-                else:
-                    mine[name] = gradients.new(self.sizes[name])
+                mine[name] = given if op.passes else gradients.new(self.sizes[name])
+                given.users += op.passes
             if not first_half:
                 made += op.weight
             exists = self.bytes_of(alive) - above
@@ -246,13 +244,11 @@ class _Replay:
         return gradients - self.bytes_of(self.saved - needed)
 
 
+@dataclass(slots=True, eq=False)
 class _Storage:
-    __slots__ = ("size", "users")
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        #: Tensors whose gradient it is.
-        self.users = 1
+    size: int
+    #: Tensors whose gradient it is.
+    users: int = 1
 
 
 class _Gradients:
@@ -261,35 +257,26 @@ class _Gradients:
     def __init__(self, last: Op) -> None:
         #: Of all storages.
         self.bytes = 0
-        self._of = {last.name: self.new(last.size)}
+        self.of = {last.name: self.new(last.size)}
 
     def new(self, size: int) -> _Storage:
         self.bytes += size
         return _Storage(size)
-
-    def share(self, storage: _Storage) -> _Storage:
-        storage.users += 1
-        return storage
 
     def drop(self, storage: _Storage) -> None:
         storage.users -= 1
         if storage.users == 0:
             self.bytes -= storage.size
 
-    def pop(self, name: str) -> _Storage:
-        """Return the gradient of an operator's output, which that operator takes."""
-        return self._of.pop(name)
-
     def sum_is_new(self, name: str) -> bool:
         """Whether a sum takes another tensor, since the first gradient is of others too."""
-        return name in self._of and self._of[name].users > 1
+        return name in self.of and self.of[name].users > 1
 
     def add(self, name: str, storage: _Storage) -> None:
         """Add to a tensor's gradient, in place where nothing else holds the first."""
-        if name not in self._of:
-            self._of[name] = storage
-        elif self.sum_is_new(name):
-            self.drop(self._of[name])
-            self._of[name] = storage
-        else:
+        if name in self.of and not self.sum_is_new(name):
             self.drop(storage)
+            return
+        if name in self.of:
+            self.drop(self.of[name])
+        self.of[name] = storage

@@ -20,16 +20,13 @@ from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.toml import quote_key
 from titanlite.config.trust import admit
-from titanlite.data.text_check import open_choices
-from titanlite.models.args import FROM_FOLDER, unknown_flavor
-from titanlite.models.families import get_spec
-from titanlite.models.fields import checked_fields
+from titanlite.data.text_keys import open_choices
+from titanlite.models.args import FROM_FOLDER
 from titanlite.models.spec import ShapeError
 from titanlite.resolve import model_rules, rank_rules
 from titanlite.run.config import RunConfig
 from titanlite.run.derive import below, degrees_of, derive
 from titanlite.run.features import features_of, moe_layers_of, not_installed
-from titanlite.utils import is_dotted
 
 _TP = "training.tensor_parallel_degree"
 
@@ -108,7 +105,7 @@ def check_alone(
         if machine:
             found += broken(config, [*MACHINE_RULES, _task_packages])
     if found:
-        raise ConfigError([*found, *_model_names(config)])
+        raise ConfigError(found)
 
 
 def smallest_world(config: LoadedConfig) -> int:
@@ -171,7 +168,6 @@ def unnamed_tokenizer(config: LoadedConfig, run: RunConfig) -> list[Problem]:
 
 
 def _unclear_texts(config: LoadedConfig) -> Iterator[Problem]:
-    """Find local folders that leave open which of their files are meant."""
     d = config.sections
     for error in open_choices(d.training, d.data, d.validation):
         yield Problem("unclear-text", error.key, error.reason, "\n    ".join(error.lines))
@@ -221,7 +217,6 @@ def _problems_of_run(config: LoadedConfig, run: RunConfig) -> list[Problem]:
 
 
 def _model_problems(config: LoadedConfig, error: ShapeError) -> list[Problem]:
-    """Return what is wrong with the model's arguments."""
     given = [source.place for key, source in config.sources.items() if key.startswith("model.")]
     problems = []
     for problem in error.problems:
@@ -229,26 +224,3 @@ def _model_problems(config: LoadedConfig, error: ShapeError) -> list[Problem]:
         place = config.place(key) or (given[-1] if given else "")
         problems.append(replace(problem, key=key, where=place))
     return problems
-
-
-def _model_names(config: LoadedConfig) -> list[Problem]:
-    """Check the names of family, flavor and overrides alone, of a family of titanlite's.
-
-    The third stage finds them too. They are told with the problems of the first two, so a user sees
-    them without another start.
-    """
-    model = config.sections.model
-    if is_dotted(model.name) or model.name == "hf":
-        return []
-    found: list[Problem] = []
-    try:
-        spec = get_spec(model.name)
-    except ShapeError as error:
-        return _model_problems(config, error)
-    if model.flavor not in (*spec.flavors, FROM_FOLDER):
-        found += _model_problems(config, unknown_flavor(spec, model.flavor))
-    try:
-        checked_fields(spec.args_class, model.overrides, "overrides")
-    except ShapeError as error:
-        found += _model_problems(config, error)
-    return found

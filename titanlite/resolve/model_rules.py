@@ -90,7 +90,6 @@ def tensor_problems(run: RunConfig, args: Any) -> Iterator[Problem]:
 
 
 def _not_offered(run: RunConfig, args: Any) -> Iterator[Problem]:
-    """Find the features that the config asks for and the model does not offer."""
     #: Field of the spec → the key that needs it.
     fields: dict[str, str] = {}
     if run.mesh.tensor > 1:

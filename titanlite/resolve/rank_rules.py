@@ -53,7 +53,6 @@ def mesh_problems(d: Config, run: RunConfig) -> Iterator[Problem]:
 
 
 def _other_ranks(d: Config, has_rest: bool) -> str:
-    """Return what else than the product of the degrees would fit."""
     if has_rest:
         return "on a multiple of it"
     rest = "shard_degree = -1"

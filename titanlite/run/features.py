@@ -267,7 +267,7 @@ def not_installed(config: LoadedConfig) -> Iterator[Problem]:
     for entry in FEATURES:
         lack = entry.key and entry.is_on(config.sections) and doors.lack(entry.place)
         if lack:
-            yield Problem("not-installed", entry.key, lack, "leave the key out")
+            yield Problem("missing-package", entry.key, lack, "leave the key out")
 
 
 def moe_layers_of(spec: ModelSpec, args: Any) -> MoELayers | None:

@@ -10,7 +10,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,20 +33,17 @@ FILE = "metrics.jsonl"
 class MetricsLog:
     """Appends rows to `path`.
 
-    Rows that cannot be written (disk full) are lost with one warning; training continues.
-
-    verbatim: URLs stay as they are, as in texts of a model; otherwise they lose their logins and
-    queries.
+    URLs lose their logins and queries. Rows that cannot be written (disk full) are lost with one
+    warning; training continues.
     """
 
-    def __init__(self, path: Path, verbatim: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        self._public: Callable[[Any], Any] = (lambda value: value) if verbatim else public_tree
         self._warned = False
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one whole row, or nothing; it is in the file when this returns."""
-        shown = {name: json_value(value) for name, value in self._public(row).items()}
+        shown = {name: json_value(value) for name, value in public_tree(row).items()}
         line = (json.dumps(shown, allow_nan=False) + "\n").encode()
         try:
             with open(self.path, "ab", buffering=0, opener=not_a_link) as file:

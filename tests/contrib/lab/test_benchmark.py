@@ -15,14 +15,12 @@ import pytest
 from msgspec import to_builtins
 
 from tests.contrib.lab.stand_in import SPEEDS
-from tests.support.adapters import base_folder
 from tests.support.pool import Pools
 from tests.support.processes import ROOT
 from tests.support.run_folders import training_row, write_metrics
 from tests.support.tiny import TWO_LAYERS, size
 from titanlite import torchrun
 from titanlite.assembly.build import build
-from titanlite.checkpoint.manifest import read_manifest
 from titanlite.cli import train
 from titanlite.cli.main import main
 from titanlite.config.load import load_file, read
@@ -267,8 +265,9 @@ def test_the_runs_are_the_first_steps_of_the_configs_own_schedule(tmp_path: Path
 
 
 def test_keys_that_need_checkpoints_or_validation_do_not_refuse_a_config(tmp_path: Path) -> None:
+    folder = json.dumps(str(tmp_path))
     text = (
-        f"[checkpoint]\nenable_checkpoint = true\nfolder = {json.dumps(str(tmp_path))}\n"
+        f"[checkpoint]\nenable_checkpoint = true\nfolder = {folder}\ninitial_load_path = {folder}\n"
         'start = "resume"\ncreate_seed_checkpoint = true\nkeep_best = 2\nmilestones = [1]\n'
         '[validation]\nenable = true\n[guard]\npolicy = "rollback"\n'
         '[metrics]\ntrackers = ["mlflow"]\n'
@@ -277,45 +276,6 @@ def test_keys_that_need_checkpoints_or_validation_do_not_refuse_a_config(tmp_pat
     for found in check(tmp_path, text):
         assert (found["checkpoint.enable_checkpoint"], found["guard.policy"]) == (False, "stop")
         assert found["metrics.trackers"] == []
-    # Weights to begin with are loaded, and the folder of the config is left alone.
-    at = text.replace(
-        "[checkpoint]", f"[checkpoint]\ninitial_load_path = {json.dumps(str(tmp_path))}"
-    )
-    for found in check(tmp_path, at):
-        assert (found["checkpoint.enable_checkpoint"], found["checkpoint.start"]) == (True, "from")
-        assert (found["checkpoint.folder"], found["checkpoint.interval"]) == ("checkpoint", 5)
-        assert found["checkpoint.milestones"] == []
-
-
-@pytest.mark.slow
-def test_adapters_train_beside_the_weights_that_the_config_names(
-    pool: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen = []
-
-    def run(command: list[str], console: Path, **more: Any) -> int:
-        assert not (console.parent / "checkpoint").exists()
-        pool(1).run(_train, command[command.index("train") + 1 :], timeout=600)
-        seen.append(read_manifest(console.parent / "checkpoint" / "step-3"))
-        return 0
-
-    monkeypatch.setattr(members, "run", run)
-    monkeypatch.setattr(train, "count_gpus", lambda: 0)
-    base = base_folder(tmp_path / "base")
-    # Left by a run that was stopped.
-    (tmp_path / "out" / "runs" / "default-1" / "checkpoint" / "step-2").mkdir(parents=True)
-    shape = [*size(64, 2, 4, 16), "--model.overrides.n_kv_heads=2", "--compile.backend=eager"]
-    adapters = ["--lora.rank=4", f"--checkpoint.initial_load_path={base}"]
-    levels = ["--skip", "float8", "--skip", "float8-all-gather", "--out", str(tmp_path / "out")]
-    words = ["benchmark", DEBUG, *TINY, *shape, *adapters, *levels, *SHORT]
-    assert main(words) == 0, capsys.readouterr().err
-    assert len(seen) == 2
-    for manifest in seen:
-        assert all("lora_" in name for name in manifest.tensors if name.startswith("model."))
-    assert not list(tmp_path.rglob("out/**/checkpoint"))
-    found = json.loads((tmp_path / "out" / "benchmark.json").read_text())
-    losses = {run["level"]: run["losses"] for run in found["runs"]}
-    assert losses["compile"]["3"] == pytest.approx(losses["default"]["3"], abs=1e-4)
 
 
 def check(tmp_path: Path, text: str) -> list[dict[str, Any]]:

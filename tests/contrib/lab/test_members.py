@@ -33,7 +33,6 @@ from titanlite.contrib.lab.members import (
     run_members,
 )
 from titanlite.resolve.load import check_config
-from titanlite.runs.lock import LockedError, RunLock
 
 #: Runs two members, one after the other.
 SCRIPT = """
@@ -92,18 +91,6 @@ def test_a_member_that_fails_or_diverges_does_not_end_the_others(
     assert "this callback breaks" in broken.reason
     assert "not finite" in huge.reason
     assert small.reason == large.reason == ""
-
-
-@pytest.mark.slow
-def test_losses_are_those_of_the_runs_own_figures(
-    sweep: tuple[Path, list[MemberResult]],
-) -> None:
-    folder, results = sweep
-    small = results[1]
-    figures = [dict(row) for row in rows(folder / "small")]
-    validations = [row["validation_loss"] for row in figures if "validation_loss" in row]
-    assert len(validations) == 2
-    assert small.loss == validations[-1]
 
 
 @pytest.mark.slow
@@ -183,15 +170,6 @@ def test_a_run_without_checkpoints_that_was_killed_starts_again(tmp_path: Path) 
     assert attempts(folder).count('"began": "fresh"') == 2
 
 
-def test_two_sweeps_never_run_in_one_folder(tmp_path: Path) -> None:
-    with (
-        RunLock(tmp_path, "folder"),
-        pytest.raises(LockedError, match="give this run another --folder"),
-    ):
-        run_members([SMALL], CONFIG, tmp_path)
-    assert not (tmp_path / "small").exists()
-
-
 def test_a_folder_of_another_config_is_refused_and_one_of_an_older_version_is_not(
     tmp_path: Path,
 ) -> None:
@@ -208,19 +186,6 @@ def test_a_folder_of_another_config_is_refused_and_one_of_an_older_version_is_no
     assert "norm_eps: " in str(error.value)
 
 
-@pytest.mark.slow
-def test_a_changed_point_is_refused_with_its_key(
-    sweep: tuple[Path, list[MemberResult]],
-) -> None:
-    folder, _ = sweep
-    changed = Member("large", ["--optimizer.lr=2e-2"])
-    before = attempts(folder / "large")
-    with pytest.raises(MemberError, match=r"/large: optimizer.lr: 0\.01 -> 0\.02") as error:
-        run_members([SMALL, changed], CONFIG, folder)
-    assert str(error.value).startswith("large cannot start; nothing was started\n")
-    assert attempts(folder / "large") == before
-
-
 def test_other_ranks_are_a_change_where_the_batch_follows_from_them(tmp_path: Path) -> None:
     config, _ = check_config(SMALL.arguments(CONFIG, tmp_path), 1)
     own = tmp_path / "small"
@@ -230,16 +195,6 @@ def test_other_ranks_are_a_change_where_the_batch_follows_from_them(tmp_path: Pa
     check_members([SMALL], CONFIG, tmp_path, 1)
     with pytest.raises(MemberError, match="ranks: 1 -> 2"):
         check_members([SMALL], CONFIG, tmp_path, 2)
-
-
-def test_a_wrong_member_is_named_before_any_runs(tmp_path: Path) -> None:
-    wrong = [SMALL, Member("b", ["--optimizer.lr=-1", "--model.overrides.n_heads=3"])]
-    with pytest.raises(MemberError) as error:
-        run_members(wrong, CONFIG, tmp_path / "new")
-    text = str(error.value)
-    assert text.startswith("b cannot start; nothing was started\n")
-    assert "optimizer.lr: expected" in text
-    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import pickle
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,12 +91,19 @@ def test_without_a_part_of_a_rank_an_older_save_is_taken(
 
 
 @pytest.mark.slow
-def test_one_manifest_proves_a_save(pool: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize("harm", ["missing", "damaged"])
+def test_one_manifest_proves_a_save_and_is_written_where_it_lacks(
+    pool: Pools, tmp_path: Path, harm: str
+) -> None:
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
-    part = part_of(tmp_path, 1, 1, 7)
-    (part.parent / "manifest.json").unlink()
+    manifest = part_of(tmp_path, 1, 1, 7).parent / "manifest.json"
+    whole = manifest.read_bytes()
+    manifest.unlink()
+    if harm == "damaged":
+        manifest.write_bytes(whole.replace(b'"world_size": 2', b'"world_size": 3'))
     found = pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], 7)
-    assert (part.parent / "manifest.json").is_file()
+    assert any("is damaged" in line for line in found[0]["notices"]) == (harm == "damaged")
+    assert manifest.read_bytes() == whole
     same_end(found, straight(pool, RUN, tmp_path, 2, 7))
 
 
@@ -154,14 +160,6 @@ def test_a_damaged_part_is_replaced_by_that_of_a_replica(pool: Pools, tmp_path: 
 
 
 @pytest.mark.slow
-def test_without_replicas_no_part_of_another_rank_is_taken(pool: Pools, tmp_path: Path) -> None:
-    nodes = [0, 0, 1, 1]
-    pool(4).run(train_both, RUN, tmp_path, 7, nodes)
-    shutil.rmtree(tmp_path / "node-0")
-    pool(4).run(train_both, RUN, tmp_path, 7, nodes, 4)
-
-
-@pytest.mark.slow
 def test_ranks_that_changed_their_nodes_get_their_own_parts(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
     found = pool(2).run(train_both, RUN, tmp_path, 10, [1, 0], 7)
@@ -181,19 +179,6 @@ def test_ranks_of_one_node_share_a_folder(pool: Pools, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_save_of_an_abandoned_past_never_comes_back(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
-    away = tmp_path / "away"
-    shutil.move(tmp_path / "node-1", away)
-    # From step 4 on it trains again, and is stopped earlier.
-    pool(2).run(train_both, RUN, tmp_path, 5, [0, 1], 4)
-    back = next(away.glob("run-*/rank-1/step-7"))
-    target = next(tmp_path.glob("node-1/run-*/rank-1"))
-    shutil.copytree(back, target / "step-7")
-    pool(2).run(train_both, RUN, tmp_path, 6, [0, 1], 5)
-
-
-@pytest.mark.slow
 def test_an_older_step_by_load_step_drops_newer_local_saves(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
     pool(2).run(train_both, RUN, tmp_path, 4, [0, 1], 4, load_step=4)
@@ -201,19 +186,20 @@ def test_an_older_step_by_load_step_drops_newer_local_saves(pool: Pools, tmp_pat
 
 
 @pytest.mark.slow
-def test_other_ranks_take_the_shared_checkpoint(pool: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("run", "nodes", "reason"),
+    [
+        (RUN, [0], "it has the parts of 2 ranks, and this run has 1"),
+        (HSDP, [0, 1], "other degrees divided its tensors"),
+    ],
+    ids=["ranks", "degrees"],
+)
+def test_other_ranks_or_degrees_take_the_shared_checkpoint(
+    pool: Pools, tmp_path: Path, run: Run, nodes: list[int], reason: str
+) -> None:
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
-    found = pool(1).run(train_both, RUN, tmp_path, 7, [0], 4)[0]
-    reason = "it has the parts of 2 ranks, and this run has 1"
+    found = pool(len(nodes)).run(train_both, run, tmp_path, 7, nodes, 4)[0]
     assert any(reason in line for line in found["notices"])
-
-
-@pytest.mark.slow
-def test_other_degrees_take_the_shared_checkpoint(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
-    run = Run(RUN.tokens, RUN.labels, RUN.rates, replicas=2)
-    found = pool(2).run(train_both, run, tmp_path, 7, [0, 1], 4)[0]
-    assert any("other degrees divided its tensors" in line for line in found["notices"])
 
 
 @pytest.mark.slow
@@ -248,8 +234,10 @@ def test_without_any_usable_save_the_run_begins_anew(pool: Pools, tmp_path: Path
 def test_a_local_save_that_fails_ends_nothing_and_keeps_no_space(
     pool: Pools, tmp_path: Path, file: str
 ) -> None:
-    found = pool(2).run(_train_with_full_disk, RUN, tmp_path, file)[0]
-    assert any("no local save was written: rank 1" in line for line in found["said"])
+    found = pool(2).run(_train_with_full_disk, RUN, tmp_path, file)
+    told = [line for line in found[0]["said"] if "no local save was written: rank 1" in line]
+    assert len(told) == 3, "of steps 1 to 3"
+    same_end(found, straight(pool, RUN, tmp_path, 2, 4))
     assert [path.name for path in tmp_path.glob("node-*/run-*/rank-*/step-*")] == []
     pool(2).run(train_both, RUN, tmp_path, 5, [0, 1], 4)
 
@@ -275,20 +263,15 @@ def test_a_folder_that_cannot_be_made_is_told_at_the_start(pool: Pools, tmp_path
 
 
 @pytest.mark.slow
-def test_a_rollback_passes_over_a_suspect_local_save(pool: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("suspect", "taken"), [(7, 6), (4, 7)], ids=["the newest", "an older one"])
+def test_a_rollback_takes_the_newest_save_that_is_not_suspect(
+    pool: Pools, tmp_path: Path, suspect: int, taken: int
+) -> None:
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
-    steps = pool(2).run(_go_back, RUN, tmp_path, {7: "it is suspect"})
-    assert steps == [6, 6]
-    assert parts_of(tmp_path, 1, 1, 7) == []
-    pool(2).run(train_both, RUN, tmp_path, 6, [0, 1], 6)
-
-
-@pytest.mark.slow
-def test_a_rollback_takes_the_newest_local_save(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
-    # The shared one of step 4 is suspect, but not the newest.
-    assert pool(2).run(_go_back, RUN, tmp_path, {4: "it is suspect"}) == [7, 7]
+    assert pool(2).run(_go_back, RUN, tmp_path, {suspect: "it is suspect"}) == [taken, taken]
+    assert bool(parts_of(tmp_path, 1, 1, 7)) == (taken == 7)
     assert (tmp_path / "shared" / "step-4").is_dir()
+    pool(2).run(train_both, RUN, tmp_path, taken, [0, 1], taken)
 
 
 def _go_back(world: DistEnv, run: Run, folder: Path, suspects: dict[int, str]) -> int:
@@ -304,48 +287,6 @@ def _go_back(world: DistEnv, run: Run, folder: Path, suspects: dict[int, str]) -
 
 
 @pytest.mark.slow
-def test_a_clock_that_went_back_does_not_hide_newer_saves(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
-    pool(2).run(_train_in_the_past, RUN, tmp_path, 9, 7)
-    pool(2).run(train_both, RUN, tmp_path, 9, [0, 1], 9)
-
-
-def _train_in_the_past(
-    world: DistEnv, run: Run, folder: Path, last: int, expected_step: int
-) -> dict[str, Any]:
-    real = time.time
-    with patch.object(time, "time", lambda: real() - 1e6):
-        return train_both(world, run, folder, last, [0, 1], expected_step)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_disk_that_is_lost_in_mid_run_ends_nothing(
-    pool: Pools, tmp_path: Path, mode: str
-) -> None:
-    found = pool(2).run(_train_until_a_disk_is_lost, RUN, tmp_path, mode)[0]
-    problems = [line for line in found["said"] if "no local save was written: rank 1" in line]
-    assert len(problems) == 2, "of steps 6 and 7"
-    same_end([found], straight(pool, RUN, tmp_path, 2, 7)[:1])
-
-
-def _train_until_a_disk_is_lost(
-    world: DistEnv, run: Run, folder: Path, mode: str
-) -> dict[str, Any]:
-    real = TieredCheckpointer.save_local
-
-    def save_local(saver: TieredCheckpointer, step: int, *more: Any) -> None:
-        if step == 6 and world.rank == 1:
-            saver.wait_for_local()
-            shutil.rmtree(saver.local.root)
-            saver.local.root.write_text("no folder any more")
-        real(saver, step, *more)
-
-    with patch.object(TieredCheckpointer, "save_local", save_local):
-        return train_both(world, run, folder, 7, [0, 1], async_mode=mode)
-
-
-@pytest.mark.slow
 def test_a_lost_node_gets_its_parts_from_the_copies_on_the_next(
     pool: Pools, tmp_path: Path
 ) -> None:
@@ -358,19 +299,6 @@ def test_a_lost_node_gets_its_parts_from_the_copies_on_the_next(
     kept = {path.parent.name for path in tmp_path.glob("node-1/run-*/copy-*/step-*")}
     assert kept == {"copy-0", "copy-1"}
     assert len(list(tmp_path.glob("node-0/run-*/copy-2/step-*"))) == 2
-
-
-@pytest.mark.slow
-def test_copies_are_the_same_bytes(pool: Pools, tmp_path: Path) -> None:
-    pool(4).run(train_both, RUN, tmp_path, 3, [0, 0, 1, 2], local_copies=2)
-    parts = list(tmp_path.glob("node-*/run-*/*/step-3/*.safetensors"))
-    assert len(parts) == 12
-    for rank in range(4):
-        (own,) = tmp_path.glob(f"node-*/run-*/rank-{rank}/step-3/*.safetensors")
-        copies = list(tmp_path.glob(f"node-*/run-*/copy-{rank}/step-3/*.safetensors"))
-        assert len(copies) == 2
-        assert len({copy.parts[-5] for copy in copies} | {own.parts[-5]}) == 3
-        assert {copy.read_bytes() for copy in copies} == {own.read_bytes()}
 
 
 @pytest.mark.slow
@@ -395,12 +323,6 @@ def test_a_copy_that_cannot_be_kept_does_not_stop_the_save(pool: Pools, tmp_path
     pool(2).run(train_both, RUN, tmp_path, 2, [0, 1], 2)
 
 
-def test_on_one_node_there_is_no_copy(pool: Pools, tmp_path: Path) -> None:
-    found = pool(2).run(train_both, RUN, tmp_path, 2, [0, 0], local_copies=1)
-    assert list(tmp_path.glob("node-0/run-*/copy-*")) == []
-    assert found[0]["tensors"]
-
-
 @pytest.mark.parametrize(
     ("places", "number", "keepers"),
     [
@@ -420,19 +342,6 @@ def test_several_disks_of_a_node_keep_no_copies_of_each_other() -> None:
     found = [("a", 1, 5), ("a", 2, 5), ("b", 1, 5), ("b", 2, 5)]
     assert keepers_of(places_of(found), 1) == [[2], [3], [0], [1]]
     assert keepers_of(places_of(found[:2]), 1) == [[1], [0]]
-
-
-@pytest.mark.slow
-def test_a_damaged_manifest_is_replaced_where_another_rank_has_it(
-    pool: Pools, tmp_path: Path
-) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
-    manifest = part_of(tmp_path, 1, 1, 7).parent / "manifest.json"
-    whole = manifest.read_bytes()
-    manifest.write_bytes(whole.replace(b'"world_size": 2', b'"world_size": 3'))
-    found = pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], 7)[0]
-    assert any("manifest.json is damaged" in line for line in found["notices"])
-    assert manifest.read_bytes() == whole
 
 
 def test_a_nan_in_a_callbacks_state_leaves_a_save_what_it_is() -> None:

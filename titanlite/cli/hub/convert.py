@@ -167,7 +167,6 @@ def open_source(
 def _any_source(
     path: AnyPath, progress: Progress, ema: bool, origin: Origin, base: AnyPath | None = None
 ) -> Source:
-    """Return the weights in a folder of another program, or in a checkpoint."""
     if holds_adapters(path):
         return _peft(path, progress, origin, base)
     if holds_weights(path):
@@ -233,7 +232,6 @@ def _checkpoint(
 
 
 def _peft(path: AnyPath, progress: Progress, origin: Origin, base: AnyPath | None) -> Source:
-    """Return the adapters in a folder of PEFT's merged into the weights under them."""
     from titanlite.features.lora.peft import base_of
     from titanlite.features.lora.source import base_path, of_peft
 
@@ -339,7 +337,6 @@ def convert(  # noqa: PLR0913
 
 
 def _write_peft(source: Source, target: Path, dtype: str | None) -> Path:
-    """Write the adapters of a source as a folder of PEFT's."""
     from titanlite.features.lora.peft import save_peft
 
     files = source.adapters
@@ -380,7 +377,6 @@ def _write_hf(
 
 
 def _check_space(source: Source, target: Path) -> None:
-    """Raise CheckpointError where the disk has no room for the weights."""
     needed = sum(tensor.nbytes for tensor in source.empty.values())
     there = next(folder for folder in target.absolute().parents if folder.is_dir())
     disk = shutil.disk_usage(there)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace as replace_fields
@@ -44,6 +45,8 @@ MARGIN = 0.05
 LEAST_GAIN = 0.02
 #: Pieces of the loss where the whole does not fit.
 CHUNKS = 8
+_rate = attrgetter("rate")
+_order = attrgetter("order")
 
 
 @dataclass(frozen=True)
@@ -191,19 +194,13 @@ class _Search:
             variants = self.variants(mesh, ac)
             if not variants or not self._fits(self.in_chunks(variants[0])):
                 break
-            faster = [one for one in variants if one.rate > least]
-            one = self._fastest(faster)
-            if one:
-                found.append(one)
+            for whole in sorted(variants, key=_rate, reverse=True):
+                in_chunks = self.in_chunks(whole)
+                if whole.rate > least and self._fits(in_chunks):
+                    weighed = self.weighed(whole)
+                    found.append(weighed if self._fits(weighed) else in_chunks)
+                    break
         return found
-
-    def _fastest(self, variants: Sequence[Candidate]) -> Candidate | None:
-        for whole in sorted(variants, key=_rate, reverse=True):
-            in_chunks = self.in_chunks(whole)
-            if self._fits(in_chunks):
-                weighed = self.weighed(whole)
-                return weighed if self._fits(weighed) else in_chunks
-        return None
 
     def _fits(self, candidate: Candidate) -> bool:
         return candidate.fits(self.cluster, MARGIN)
@@ -214,11 +211,3 @@ class _Variant(LoadedConfig):
 
     def to_toml(self, defaults: bool = True) -> str:
         return ""
-
-
-def _rate(candidate: Candidate) -> float:
-    return candidate.rate
-
-
-def _order(candidate: Candidate) -> tuple[float, int, int]:
-    return candidate.order

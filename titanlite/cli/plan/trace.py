@@ -165,16 +165,15 @@ def _traced(run: RunConfig, device: str) -> RunConfig:
 
 
 def _batches(run: RunConfig) -> list[Batch]:
-    rows, whole = run.batch.micro_batch_size, run.batch.seq_len
-
-    def batch() -> Batch:
+    rows = run.batch.micro_batch_size
+    found = []
+    for _ in range(run.batch.accumulation):
         tokens = torch.zeros(rows, run.rank_len, dtype=torch.int64)
         documents = None
         if run.data.mask_documents:
-            documents = torch.zeros(rows, whole, dtype=torch.int32)
-        return Batch(tokens, torch.zeros_like(tokens), documents)
-
-    return [batch() for _ in range(run.batch.accumulation)]
+            documents = torch.zeros(rows, run.batch.seq_len, dtype=torch.int32)
+        found.append(Batch(tokens, torch.zeros_like(tokens), documents))
+    return found
 
 
 @contextlib.contextmanager

@@ -64,9 +64,6 @@ class HubUploads(Callback):
             is_exported = step_of(folder) is None
             if section.hub_dtype and not is_exported:
                 words += ["--dtype", section.hub_dtype]
-            is_average = is_last and section.model_weights_only
-            if section.hub_ema and not (is_exported or is_average):
-                words.append("--ema")
             if self._trusts_code:
                 words.append("--trust-code")
             self._missing.append(shlex.join(words))
@@ -101,7 +98,6 @@ class HubUploads(Callback):
             self._missing = []
 
     def _push(self, words: list[str]) -> None:
-        """Run `titanlite push` to its end, in the thread; a failure is told."""
         command = [sys.executable, "-m", *words, "--folder", str(self._folder)]
         if nice := shutil.which("nice"):
             command = [nice, "-n", "19", *command]

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from titanlite.assembly.build import TrainingComponents
     from titanlite.callbacks import Callback
-    from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Config
     from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.run.config import RunConfig
@@ -30,18 +29,6 @@ class HubFeature(Feature):
     def __init__(self, config: Config) -> None:
         self.section = config.checkpoint
 
-    def contradictions(self, config: LoadedConfig) -> Iterator[Problem]:
-        """Find an average of the weights that no checkpoint, or not the last one, will hold."""
-        if not self.section.hub_ema:
-            return
-        key = "checkpoint.hub_ema"
-        if not config.sections.optimizer.ema_decay:
-            message = "needs an average of the weights, and optimizer.ema_decay is 0"
-            yield Problem("conflict", key, message, "set optimizer.ema_decay")
-        elif self.section.model_weights_only and not self.section.export_ema:
-            message = "finds no average in the last save, of checkpoint.model_weights_only"
-            yield Problem("conflict", key, message, "set checkpoint.export_ema")
-
     def machine_problems(self, run: RunConfig, args: Any | None) -> Iterator[Problem]:
         """Ask the hub before any work, on rank 0; then see that the model has an export."""
         from titanlite.contrib.hub.upload import HubError, open_repository
@@ -51,7 +38,7 @@ class HubFeature(Feature):
             if args is not None:
                 hf_form(run.spec, args)
             elif this_rank().rank == 0:
-                open_repository(self.section.hub, self.section.hub_private)
+                open_repository(self.section.hub, private=True)
         except (HubError, ValueError) as error:
             yield Problem("does-not-fit", self.key, str(error), "train without it")
 

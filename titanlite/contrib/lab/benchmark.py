@@ -5,25 +5,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from titanlite import exit_codes
-from titanlite.cli import at_least, refuse_keys
+from titanlite.cli import at_least
 from titanlite.cli.parser import Commands, new_command
-from titanlite.cli.processes import tell
 from titanlite.cli.run_figures import to_json
 from titanlite.config.errors import ConfigError, bad_flag, refuse
 from titanlite.config.load import read
 from titanlite.config.toml import quote
+from titanlite.contrib.lab import refuse_keys
 from titanlite.contrib.lab.benchmark_figures import (
     measure,
     summarize,
     table,
 )
 from titanlite.contrib.lab.members import Member, check_members, run_members
+from titanlite.contrib.processes import tell
 from titanlite.resolve.load import resolve
 from titanlite.runs.read import Run, read_run
 from titanlite.utils import atomic_write, render
@@ -50,6 +50,7 @@ _COMMON = (
     "--checkpoint.enable_checkpoint=false",
     "--checkpoint.folder=checkpoint",
     "--checkpoint.hub=",
+    "--checkpoint.initial_load_path=none",
     "--checkpoint.keep_best=0",
     "--validation.enable=false",
     "--profiling.enable_profiling=false",
@@ -57,24 +58,7 @@ _COMMON = (
     "--metrics.enable_tensorboard=false",
     "--metrics.enable_wandb=false",
     "--metrics.trackers=[]",
-    "--sample.prompts=[]",
     "--eval.tasks=[]",
-)
-#: A run that begins with weights of others needs checkpoints. It saves once, as little as can be.
-_LOADS = (
-    "--checkpoint.enable_checkpoint=true",
-    "--checkpoint.start=from",
-    "--checkpoint.load_step=-1",
-    "--checkpoint.initial_load_model_only=true",
-    "--checkpoint.interval_type=steps",
-    "--checkpoint.milestones=[]",
-    "--checkpoint.enable_first_step_checkpoint=false",
-    "--checkpoint.async_mode=disabled",
-    "--checkpoint.verify_saves=false",
-    "--checkpoint.model_weights_only=true",
-    "--checkpoint.export_dtype=bfloat16",
-    "--checkpoint.export_ema=false",
-    "--checkpoint.last_save_in_hf=false",
 )
 #: Keys that the command sets itself → the hint for a flag of that name.
 OWN = {
@@ -192,8 +176,8 @@ def levels_of(config: str, overlays: Sequence[str], skipped: Sequence[str]) -> d
 
 
 def common_flags(default: Sequence[str], flags: Sequence[str], steps: int, ranks: int) -> list[str]:
-    """Return the flags of all runs: their length, one seed, the weights that they begin with, and
-    the config's own learning rates for these steps. flags: of the user.
+    """Return the flags of all runs: their length, one seed, and the config's own learning rates for
+    these steps. flags: of the user.
     """
     base, problems = read([*default, *flags])
     refuse(problems)
@@ -208,10 +192,7 @@ def common_flags(default: Sequence[str], flags: Sequence[str], steps: int, ranks
     with contextlib.suppress(ConfigError):  # It is reported with the levels.
         # The schedule keeps its length: the runs are its first steps, not a short copy of it.
         found.append(f"--lr_scheduler.total_steps={resolve(base, ranks)[1].schedule.total_steps}")
-    found += flags
-    if base.value("checkpoint.initial_load_path"):
-        found += [*_LOADS, f"--checkpoint.interval={steps}"]
-    return found
+    return [*found, *flags]
 
 
 def _make_runs(
@@ -228,11 +209,7 @@ def _make_runs(
         key = keys[repeat * levels + (repeat + place) % levels]
         member = members[key]
         label = f"run {number + 1} of {len(keys)}: {key[0]}, repeat {key[1]}"
-        checkpoints = folder / member.name / "checkpoint"
-        # A run that was stopped must not resume, and one that is done needs no weights.
-        shutil.rmtree(checkpoints, ignore_errors=True)
         (result,) = run_members([member], [], folder, ranks)
-        shutil.rmtree(checkpoints, ignore_errors=True)
         if result.state != "done":
             tell(f"{label} failed with {result.reason or result.state}; --skip leaves a level out")
             break
@@ -247,7 +224,6 @@ def _results(
     finished: Mapping[tuple[str, int], Run],
     out: Path,
 ) -> str:
-    """Write the results; return the table and its notes."""
     runs = [measure(run, *key, arguments.warmup) for key, run in finished.items()]
     rows = summarize(levels, runs)
     config = {key[0]: run.config for key, run in finished.items()}

@@ -95,7 +95,6 @@ def summarize(levels: Sequence[str], runs: Sequence[RunFigures]) -> list[LevelFi
 
 
 def _known(pick: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
-    """Return one of the values that are known, or their median; None if none is."""
     known = [value for value in values if value is not None]
     return pick(known) if known else None
 

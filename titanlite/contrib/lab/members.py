@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite import exit_codes, torchrun
-from titanlite.cli.processes import (
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.loaded import LoadedConfig
+from titanlite.contrib.processes import (
     Stopped,
     last_lines,
     run,
@@ -23,8 +25,6 @@ from titanlite.cli.processes import (
     tell,
     training_environment,
 )
-from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.loaded import LoadedConfig
 from titanlite.metrics.trackers import RUN_IDS
 from titanlite.run.config import RunConfig
 from titanlite.runs import provenance
@@ -171,7 +171,6 @@ def run_members(
 
 
 def _run(member: Member, config_args: Sequence[str], folder: Path, nproc: int) -> MemberResult:
-    """Run a member, tell how it ended, and return that."""
     from titanlite.cli.train import count_gpus
 
     own = folder / member.name
@@ -218,7 +217,6 @@ def result_of(member: Member, folder: Path, exit_code: int | None = None) -> Mem
 
 
 def _state(run: Run, exit_code: int | None, losses: Sequence[float]) -> str:
-    """Return the state of a run. losses: its last ones."""
     is_whole = run.state == "done" and (run.step or 0) >= (run.steps or 0)
     if run.state == "stopped" or (is_whole and not all(map(math.isfinite, losses))):
         return "diverged"

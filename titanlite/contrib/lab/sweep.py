@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite import exit_codes
-from titanlite.cli import at_least, refuse_keys
+from titanlite.cli import at_least
 from titanlite.cli.parser import FLAGS, Commands, add_files, files_of, new_command
 from titanlite.cli.run_figures import to_json
 from titanlite.config.aliases import is_subsection, key_of
@@ -30,6 +30,7 @@ from titanlite.config.entries import Entry
 from titanlite.config.errors import Problem, refuse, unfit
 from titanlite.config.load import read
 from titanlite.config.toml import join, quote, quote_key
+from titanlite.contrib.lab import refuse_keys
 from titanlite.contrib.lab.members import Member, MemberResult, check_members, run_members
 from titanlite.runs.record import CONFIG
 from titanlite.utils import Table, atomic_write, public, public_tree, render

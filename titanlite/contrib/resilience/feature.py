@@ -26,7 +26,6 @@ PLACE = "{local_rank}"
 
 
 def _problems(section: Checkpoint) -> Iterator[Problem]:
-    """Find values that cannot work."""
     folder = section.local_folder or ""
     plain = folder.replace(PLACE, "")
     hint = f"name a folder of each node, such as /local/saves; {PLACE} may stand in it"

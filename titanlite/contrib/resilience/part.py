@@ -37,7 +37,6 @@ def write_part(path: Path, tensors: Tensors) -> Written:
 
 
 def _blocks(tensors: Tensors) -> Any:
-    """Yield header and tensors as bytes."""
     yield _header(tensors)
     for name in sorted(tensors):
         local = plain_local(tensors[name]).detach().cpu().contiguous()
@@ -45,7 +44,6 @@ def _blocks(tensors: Tensors) -> Any:
 
 
 def _header(tensors: Tensors) -> bytes:
-    """Return what stands before the tensors."""
     entries = []
     for name in sorted(tensors):
         part = plain_local(tensors[name])

@@ -153,7 +153,6 @@ class LocalReader:
         )
 
     def _fault(self, source: Source) -> str:
-        """Return what is wrong with a part on this node; "": nothing."""
         if not self.hashes:
             return ""
         path = self.local.path_of(source.owner, self.manifest)

@@ -94,7 +94,6 @@ class LocalWriter:
     def _finish(
         self, folders: Sequence[Path], part: Path, written: Written, generators: bytes
     ) -> None:
-        """Write the generators, and read back what this rank has written."""
         for folder in folders:
             with (folder / GENERATORS).open("wb") as stream:
                 stream.write(generators)
@@ -105,7 +104,6 @@ class LocalWriter:
     def _manifest(
         self, save: Save, identity: str, parts: Sequence[Written], generators: bytes
     ) -> bytes:
-        """Return the manifest, the same for all parts."""
         files = {GENERATORS: len(generators)}
         hashes = {GENERATORS: digest_of(generators)}
         for rank, part in enumerate(parts):

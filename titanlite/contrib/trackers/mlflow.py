@@ -40,7 +40,6 @@ class MlflowTracker(Tracker):
         client.set_terminated(self.run_id, "FAILED" if self.failed else "FINISHED")
 
     def _begin(self, client: Any) -> str:
-        """Return the id of a new run with the config as its parameters."""
         from mlflow.entities import Param
 
         experiment = os.environ.get("MLFLOW_EXPERIMENT_ID") or self._experiment(client)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,20 @@ class _Index(NamedTuple):
     documents: NDArray[np.int64]
 
 
+@dataclass
+class _MegatronPart(Part):
+    """A file with its index."""
+
+    index: _Index = None  # type: ignore[assignment]
+
+    def find_offsets(self) -> NDArray[np.int64]:
+        if not len(self.index.documents):
+            return np.zeros(1, np.int64)
+        item = self.dtype.itemsize
+        begins = np.append(self.index.positions, self.size * item)[self.index.documents]
+        return begins // item
+
+
 def megatron_part(name: Path) -> Part:
     """Open a pair of files (Megatron-LM's megatron/core/datasets/indexed_dataset.py).
 
@@ -53,13 +68,7 @@ def megatron_part(name: Path) -> Part:
             f"{len(index.lengths):,} sequences"
         )
     item = index.dtype.itemsize
-
-    def offsets() -> NDArray[np.int64]:
-        found: NDArray[np.int64] = np.append(index.positions, end)[index.documents] // item
-        return found
-
-    documents = max(len(index.documents) - 1, 0)
-    return Part(file, index.dtype, end // item, documents, offsets)
+    return _MegatronPart(file, index.dtype, end // item, index=index)
 
 
 def _read_index(file: Path) -> _Index:
@@ -108,7 +117,6 @@ def _lie_end_to_end(index: _Index, end: int) -> bool:
 
 
 def _has_order(index: _Index) -> bool:
-    """Whether the documents are in the order of the sequences."""
     documents = index.documents
     if not len(documents):
         return True

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,6 @@ class MixedRows(Rows):
         phases: first sequence → shares from there on, by name; only their ratios count. The first
             is 0.
         slots: V; the number of lanes of those that are streams.
-        reopen: returns a source, by its name, with the order of another seed.
     """
 
     sets_length = False
@@ -55,15 +54,11 @@ class MixedRows(Rows):
         *,
         seed: int = 0,
         slots: int = 1,
-        reopen: Callable[[str, int], Rows] | None = None,
     ) -> None:
         self.names = list(sources)
         self.rows = list(sources.values())
         self.seq_len = self.rows[0].seq_len
         self.seed = seed
-        self._reopen = reopen
-        #: Seeds of sources whose order is that of their whole URL, as older versions had it.
-        self._seeds: dict[str, int] = {}
         #: First sequence → shares: as planned for the run, and as they were and will be.
         self._planned = self._in_order(phases)
         self._phases = self._planned
@@ -113,14 +108,6 @@ class MixedRows(Rows):
     def sequence(self, index: int) -> Row:
         source, number = self.locate(index)
         return self.rows[source].sequence(number)
-
-    def prepare(self, indexes: Sequence[int]) -> None:
-        of_sources: dict[int, list[int]] = {}
-        for index in indexes:
-            source, number = self.locate(index)
-            of_sources.setdefault(source, []).append(number)
-        for source, numbers in of_sources.items():
-            self.rows[source].prepare(numbers)
 
     def padding(self) -> Row:
         return self.rows[0].padding()
@@ -173,9 +160,7 @@ class MixedRows(Rows):
             if state:
                 sources[name] = state
         phases = [[start, list(weights)] for start, weights in self._phases.items()]
-        seeds = {"seeds": self._seeds} if self._seeds else {}
         return {
-            **seeds,
             "slots": self.slots,
             "names": self.names,
             "plan": [phases, self._totals()],
@@ -203,7 +188,6 @@ class MixedRows(Rows):
         """
         if state:
             check_mixture(state)
-            state = self._with_public_names(state)
         if phases is not None:
             self._planned = self._in_order(phases)
         self._restart(state.get("slots", self.slots))
@@ -211,31 +195,13 @@ class MixedRows(Rows):
             row.load_state_dict(state.get("sources", {}).get(name, {}))
         if not state:
             return
-        gone = [name for name in state["names"] if name not in self.names]
+        gone = [public_name(name) for name in state["names"] if name not in self.names]
         if gone:
             raise DataError(
                 f"data.source: the checkpoint's mixture has {', '.join(gone)}. Keep it, and give "
                 "it no share from here on by a [[data.phase]] that does not name it"
             )
         self._continue(state, position)
-
-    def _with_public_names(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state without whole URLs as names, which decided the orders of their sources."""
-        seeds = {**self._seeds, **state.get("seeds", {})}
-        for name in state["names"]:
-            if name != public_name(name):
-                seeds[public_name(name)] = _seed_of(name)
-        if self._reopen is not None and seeds != self._seeds:
-            for place, name in enumerate(self.names):
-                if name in seeds:
-                    self.rows[place] = self._reopen(name, seeds[name])
-        self._seeds = seeds
-        sources = state.get("sources", {})
-        return {
-            **state,
-            "names": list(map(public_name, state["names"])),
-            "sources": {public_name(name): source for name, source in sources.items()},
-        }
 
     def _continue(self, state: dict[str, Any], position: int) -> None:
         """Keep what was saved of sequences before `position`, and let the planned phases hold from
@@ -247,10 +213,8 @@ class MixedRows(Rows):
         ahead = {start: weights for start, weights in self._planned.items() if start > position}
         now = until_now[-1]
         last_phase = max(past)
-        # Earlier versions began a phase at the next multiple of the slots.
-        is_late = not any(last_phase <= one.start <= position for one in saved)
         is_other_text = state["names"] != self.names or state["plan"][1] != self._totals()
-        self.changed = is_late or is_other_text or past[last_phase] != now
+        self.changed = is_other_text or past[last_phase] != now
         if self.changed:
             # The first segment is needed, to count from.
             segments = [one for one in saved if one.start < max(position, 1)]
@@ -284,7 +248,6 @@ class MixedRows(Rows):
         return [row.total_sequences for row in self.rows]
 
     def _extend(self) -> None:
-        """Add the segments after the last one."""
         while True:
             last = self._segments[-1]
             dry = self._turns.where_dry(last, self._totals())
@@ -316,21 +279,13 @@ def open_mixture(
     lanes: int | None = None
     places = {source.title: (section, source) for section, source in sources.items()}
 
-    def open_source(name: str, seed: int) -> Rows:
+    for name, (section, source) in places.items():
         # The order of a source does not depend on the other sources. All streams of a mixture have
         # the same lanes.
-        section, source = places[name]
-        settings = replace_fields(data, seed=data.seed ^ seed)
+        settings = replace_fields(data, seed=data.seed ^ zlib.crc32(name.encode()))
         own_reader = replace(reader, data=settings, lanes=lanes)
-        return own_reader.open_with_end(source, section, seq_len)
-
-    for name, (_, source) in places.items():
-        opened[name] = open_source(name, _seed_of(name))
+        opened[name] = own_reader.open_with_end(source, section, seq_len)
         lanes = lanes or opened[name].lanes
         weights[name] = source.weight
     shares = {0: weights, **phases}
-    return MixedRows(opened, shares, seed=data.seed, slots=lanes or 1, reopen=open_source)
-
-
-def _seed_of(name: str) -> int:
-    return zlib.crc32(name.encode())
+    return MixedRows(opened, shares, seed=data.seed, slots=lanes or 1)

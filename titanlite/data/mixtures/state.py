@@ -22,7 +22,6 @@ class _Mixture(Struct):
     plan: tuple[list[tuple[Whole, list[Share]]], list[Whole | None]]
     #: Start, shares, and turns of each slot.
     segments: list[tuple[Whole, list[Share], list[list[Whole]]]]
-    seeds: dict[str, Whole] = {}
     sources: dict[str, dict[str, Any]] = {}
 
 

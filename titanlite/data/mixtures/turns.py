@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from titanlite.data.permutation import epoch_order
+from titanlite.data.sequences import epoch_order
 
 #: Turns after which shares are exact; a source gets at least one of them.
 _SCHEDULE = 4096
@@ -89,7 +89,9 @@ class Turns:
         active = np.array(segment.weights) > 0
         if not any(limit is not None for limit, on in zip(limits, active, strict=True) if on):
             return None
-        room = self._room(limits)
+        # Sequences of a source that a slot can serve: [slots, sources].
+        most = np.array([np.iinfo(np.int64).max if one is None else one for one in limits])
+        room: Counts = -(-(most[None, :] - np.arange(self.slots)[:, None]) // self.slots)
 
         def fits(turns: int) -> bool:
             return bool((self._given(segment, turns) <= room)[:, active].all())
@@ -101,13 +103,6 @@ class Turns:
             weights[source] = 0.0
         start = segment.start + turns * self.slots
         return Segment(start, tuple(weights), self._given(segment, turns))
-
-    def _room(self, limits: Sequence[int | None]) -> Counts:
-        """Return [slots, sources]: sequences of a source that a slot can serve."""
-        endless = np.iinfo(np.int64).max
-        most = np.array([endless if limit is None else limit for limit in limits])
-        room: Counts = -(-(most[None, :] - np.arange(self.slots)[:, None]) // self.slots)
-        return room
 
 
 def _most(fits: Callable[[int], bool]) -> int:

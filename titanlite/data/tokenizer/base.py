@@ -130,9 +130,6 @@ class Tokenizer(ABC):
         raise NotImplementedError
 
     def _encode_array(self, text: str) -> NDArray[np.integer]:
-        """Return the ids as an array. Kinds that can do it without a list need a third of
-        the time.
-        """
         return np.array(self._encode(text), dtype=np.int64)
 
     @abstractmethod

@@ -51,7 +51,6 @@ def hf_files(path: str) -> dict[str, bytes]:
 
 
 def _generation(content: bytes | None, tokenizer: Tokenizer) -> bytes:
-    """Return a generation_config.json that names all tokens at which `titanlite sample` stops."""
     config: dict[str, Any] = {"_from_model_config": True, "bos_token_id": tokenizer.bos_id}
     if content is not None:
         config = parse_json(content)
@@ -63,7 +62,6 @@ def _generation(content: bytes | None, tokenizer: Tokenizer) -> bytes:
 
 
 def _completed(found: dict[str, bytes], file: Path, path: str) -> dict[str, bytes]:
-    """Return the files with those that are missing. file: of the tokenizer, which is at `path`."""
     content = file.read_bytes()
     tokenizer = load_local(path)
     kind = kind_of(content, file)

@@ -198,7 +198,6 @@ def as_tokenizer_json(content: bytes, kind: Kind, tokenizer: Tokenizer) -> bytes
 
 
 def _processors(part: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the parts of a post-processor, one by one."""
     if part is None:
         return []
     if part.get("type") == "Sequence":
@@ -207,8 +206,6 @@ def _processors(part: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _begin_with(name: str, number: int) -> dict[str, Any]:
-    """Return the post-processor that puts a token before each text."""
-
     def text(letter: str, kind: int) -> list[dict[str, Any]]:
         return [
             {"SpecialToken": {"id": name, "type_id": kind}},
@@ -224,7 +221,6 @@ def _begin_with(name: str, number: int) -> dict[str, Any]:
 
 
 def _of_ranks(content: bytes, pattern: str, special: list[str]) -> dict[str, Any]:
-    """Return the tokenizer.json of a rank file, with a pattern and special tokens."""
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     with tempfile.NamedTemporaryFile(prefix="titanlite-ranks-") as file:

@@ -105,7 +105,6 @@ class JsonTokenizer(Tokenizer):
 
 
 def _opened(content: bytes, where: str) -> Any:
-    """Return the library's tokenizer."""
     try:
         import tokenizers
     except ImportError:
@@ -144,7 +143,6 @@ def _parse(content: bytes, where: str) -> dict[str, Any]:
 
 
 def _naming_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return name → content of the files in a folder that name special tokens."""
     found = {}
     for file in (folder / name for name in NAMING_FILES):
         try:
@@ -190,7 +188,6 @@ def _add_tokens(tokenizer: Any, beside: dict[str, dict[str, Any]], path: Path) -
 
 
 def _mark_special(tokenizer: Any, names: Iterable[str]) -> None:
-    """Mark tokens as special that a file does not. Their other flags stay."""
     from tokenizers import AddedToken
 
     known = tokenizer.get_added_tokens_decoder().values()

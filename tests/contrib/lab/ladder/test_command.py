@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.support.sweeps import CALLBACKS, attempts, rows
 from titanlite import exit_codes
 from titanlite.cli.main import main
 from titanlite.config.load import read
+from titanlite.contrib.lab.ladder.climb import predicted
 from titanlite.contrib.lab.ladder.rungs import rungs
 
 SLOW = f"--job.callbacks={CALLBACKS}:SlowSteps"
@@ -138,18 +138,6 @@ def test_the_report_predicts_the_file_and_checks_itself(
         assert name in said
 
 
-@pytest.mark.slow
-def test_the_same_command_makes_no_run_twice(
-    climbed: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, _ = climbed
-    before = [attempts(folder / "out" / name) for name in NAMES]
-    code = ladder(folder / "target.toml", "--folder", folder / "out", SLOW, *FLAGS)
-    assert code == 0
-    assert [attempts(folder / "out" / name) for name in NAMES] == before
-    assert "this file: N 127.3K, 25.6K tokens" in capsys.readouterr().out
-
-
 def test_a_run_reads_none_of_the_table_and_says_so(tmp_path: Path) -> None:
     from titanlite.run.derive import derive
 
@@ -177,18 +165,10 @@ def test_runs_that_fail_are_named_and_too_few_end_with_an_error(
 # Without runs
 
 
-def test_a_config_is_predicted_by_points_of_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    points = tmp_path / "points.json"
-    points.write_text(json.dumps({"points": [asdict(point) for point in made_up()]}))
-    config = ["llama3_2_1b.toml", "--training.steps=20000"]
-    assert ladder(*config, "--validation.enable", "--fit", points, "--gpus", 8) == 0
-    out = capsys.readouterr().out
-    assert main(["plan", *config, "--gpus", "8", "--gpu", "h100-80g", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    loss = TRUE.loss(1235814400, 20000 * plan["tokens_per_step"])
-    line = rf"this file: N 1\.2B, \d+\.\dB tokens, loss {loss:.5f} ± 0\.0000\d \(90%\)"
+def test_the_report_has_the_law_its_check_and_the_loss_of_the_file(tmp_path: Path) -> None:
+    out, _ = predicted(made_up(), target(tmp_path))
+    loss = TRUE.loss(TARGET, 25600)
+    line = rf"this file: N 127\.3K, 25\.6K tokens, loss {loss:.5f} ± 0\.0000\d \(90%\)"
     assert re.fullmatch(line, out.splitlines()[-1])
     assert "L(N, D) = 1.8 + 480 / N^0.350 + 2100 / D^0.370" in out
     assert "check: without the largest model its loss in n160000000-t20 is predicted as" in out

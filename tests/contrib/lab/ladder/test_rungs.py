@@ -22,7 +22,6 @@ def target(folder: Path, *flags: str, nproc: int = 1, more: str = "") -> Target:
     arguments = argparse.Namespace(
         files=[str(written(folder, more))],
         nproc_per_node=nproc,
-        fit=None,
         dry_run=False,
         gpu=None,
         gpus=None,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from titanlite import exit_codes
-from titanlite.cli.processes import tell
 from titanlite.cli.run_figures import to_json
 from titanlite.contrib.lab.ladder.fit import fit
 from titanlite.contrib.lab.ladder.law import LadderError, Point, check_points
@@ -17,6 +16,7 @@ from titanlite.contrib.lab.ladder.report import report_text
 from titanlite.contrib.lab.ladder.rungs import DEFAULTS, Rung, rungs
 from titanlite.contrib.lab.ladder.target import Target
 from titanlite.contrib.lab.members import MemberResult, run_members
+from titanlite.contrib.processes import tell
 from titanlite.utils import atomic_write
 
 POINTS = "points.json"

@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 
 from titanlite import exit_codes
-from titanlite.cli import at_least, refuse_keys
+from titanlite.cli import at_least
 from titanlite.cli.parser import FILES, FLAGS, Commands, new_command
+from titanlite.contrib.lab import refuse_keys
 
 _EPILOG = f"""The table [ladder] of CONFIG has the sizes, the horizons and the seeds. Finished runs
 in FOLDER are kept: after a kill or Ctrl-C the same command goes on.
@@ -35,23 +36,16 @@ def add_command(commands: Commands) -> None:
     add("--folder", folder, "FOLDER", type=Path)
     add("--dry-run", "print the runs and their tokens, and run nothing")
     add("--nproc-per-node", "ranks of each run (default: 1)", "N", type=at_least(1))
-    add("--fit", "fit the points of a points.json; train nothing", "FILE", type=Path)
-    gpus = "GPUs that CONFIG itself will train on, where its batch follows from them"
-    add("--gpus", gpus, "N", type=at_least(1))
-    parser.set_defaults(gpu=None, instance=None, nodes=None)
+    parser.set_defaults(gpus=None, gpu=None, instance=None, nodes=None)
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from titanlite.contrib.lab.ladder import climb, report, rungs
-    from titanlite.contrib.lab.ladder.law import read_points
     from titanlite.contrib.lab.ladder.target import target_of
 
-    if not arguments.fit:
-        refuse_keys(arguments.flags, rungs.OWN)
+    refuse_keys(arguments.flags, rungs.OWN)
     target = target_of(arguments, arguments.flags)
     if arguments.dry_run:
         return report.list_text(target), exit_codes.DONE
-    if arguments.fit:
-        return climb.predicted(read_points(arguments.fit), target)[0], exit_codes.DONE
     folder = arguments.folder or Path(f"{target.run.job.dump_folder.rstrip('/')}-ladder")
     return climb.climb(target, folder)

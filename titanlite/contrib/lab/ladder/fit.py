@@ -155,7 +155,6 @@ def fit(points: Sequence[Point], replicates: int = REPLICATES) -> Fit:
 
 
 def _problem(points: Sequence[Point]) -> tuple[Problem, Array]:
-    """Return the problem and the log losses."""
     sizes, tokens, losses = columns(points)
     centre = (float(sizes.mean()), float(tokens.mean()))
     free = np.ones(5)
@@ -175,7 +174,6 @@ def _correlations(points: Sequence[Point]) -> Array:
 
 
 def _notes(problem: Problem, law: Law) -> list[str]:
-    """Return what a reader should know."""
     notes = []
     if not problem.free[_TOKEN]:
         notes.append(
@@ -240,7 +238,6 @@ def _minimise(problem: Problem, starts: Array, losses: Array) -> tuple[Array, Ar
 
 
 def _huber(differences: Array) -> Array:
-    """Return the sum of the Huber losses of each row."""
     sizes = np.abs(differences)
     each = np.where(sizes <= DELTA, 0.5 * sizes**2, DELTA * (sizes - 0.5 * DELTA))
     total: Array = each.sum(axis=-1)

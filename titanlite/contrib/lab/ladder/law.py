@@ -8,9 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -68,21 +66,6 @@ class Law:
         by_size = self.size_factor * parameters**-self.size_exponent
         by_tokens = self.token_factor * tokens**-self.token_exponent
         return self.irreducible + by_size + by_tokens
-
-
-class Points(msgspec.Struct):
-    """A file of points, as `points.json` of a ladder is."""
-
-    points: list[Point]
-
-
-def read_points(path: Path) -> list[Point]:
-    """Read the points of a file. Raises LadderError."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Points).points
-    except (OSError, msgspec.DecodeError) as error:
-        shape = '{"points": [{"parameters": …, "tokens": …, "loss": …}, …]}'
-        raise LadderError(f"{path}: {error}; expected JSON as {shape}") from None
 
 
 def columns(points: Sequence[Point]) -> tuple[Array, Array, Array]:

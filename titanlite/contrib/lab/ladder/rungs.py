@@ -37,7 +37,6 @@ DEFAULTS = (
     "--experimental.context_parallel_degree=1",
     "--experimental.enable_async_tensor_parallel=false",
     "--parallelism.expert_parallel_degree=1",
-    "--sample.prompts=[]",
     "--eval.tasks=[]",
     # The run that is predicted goes there.
     "--checkpoint.hub=",
@@ -109,7 +108,6 @@ def computed(found: Sequence[Rung]) -> float:
 
 
 def _of_model(target: Target, shape: Shape, seed: int, horizons: list[float]) -> Iterator[Rung]:
-    """Yield the trunk of a model and its branches."""
     sequences, micro = batch_of(target, shape)
     tokens_per_step = sequences * target.run.batch.seq_len
     steps = [round(horizon * shape.parameters / tokens_per_step) for horizon in horizons]

@@ -47,7 +47,7 @@ def target_of(arguments: argparse.Namespace, flags: Sequence[str]) -> Target:
     config, problems = read([*files_of(arguments), *flags])
     refuse(problems)
     # What this machine lacks matters only to runs on it.
-    runs = not (arguments.fit or arguments.dry_run)
+    runs = not arguments.dry_run
     config, run = resolve(config, ranks_of(arguments, config), problems, machine=runs, texts=True)
     refuse(placed(config, _obstacles(config.sections)))
     run = with_vocabulary(run)

@@ -94,7 +94,6 @@ def _check(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def _task(run: RunConfig, steps: int, models: Models) -> Task:
-    """Return what all models have in common."""
     import numpy
     import torch
 

@@ -66,7 +66,6 @@ class Task:
     def _begin(
         self, args: Any, base: Any | None, seed: int
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return a model with its initial weights, and its optimizer."""
         spec = self.spec
         model = spec.build_on_meta(args).to_empty(device=self.device)
         scales = None

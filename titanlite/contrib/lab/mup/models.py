@@ -73,7 +73,6 @@ def models_of(args: LlamaArgs, mup: Mup, asked: Sequence[int]) -> Models:
 
 
 def _base(args: LlamaArgs, dim: int, given: dict[str, Any]) -> Any:
-    """Return the base model that a config names. Raises ConfigError."""
     try:
         return base_args(args, dim, given)
     except ShapeError as error:

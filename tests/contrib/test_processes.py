@@ -10,7 +10,7 @@ from tests.support.processes import ended, python
 TWO_SIGNALS = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from titanlite.cli.processes import Stopped, run, stoppable
+from titanlite.contrib.processes import Stopped, run, stoppable
 
 console = Path(sys.argv[1])
 console.touch()

@@ -67,7 +67,6 @@ def _figures(rows: Rows, name: str, per_step: int) -> Iterator[str]:
 
 
 def _size(rows: Rows) -> str:
-    """Return documents and characters of a text."""
     corpus = rows.corpus
     if corpus is None:
         return "a stream, whose documents and characters are not known before they are read"
@@ -113,7 +112,6 @@ def shown_row(row: Row, documents: Sequence[Document], tokenizer: Tokenizer, sty
 def _marked(
     tokens: Sequence[int], masked: Sequence[bool], tokenizer: Tokenizer, style: Style
 ) -> str:
-    """Return the text of tokens, with marks around those that the loss does not count."""
     special = set(tokenizer.special_tokens.values())
     kinds = [(is_masked, token in special) for token, is_masked in zip(tokens, masked, strict=True)]
     text = ""

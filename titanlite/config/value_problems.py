@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from msgspec.structs import fields
 
 from titanlite.config.descriptions import describe, descriptions
 from titanlite.config.errors import Problem, nearest
-from titanlite.config.key_types import base, choices, inner_section, members
-from titanlite.config.keys import misfit
+from titanlite.config.key_types import choices, inner_section
+from titanlite.config.keys import value_fault
 from titanlite.config.toml import quote
 from titanlite.config.value_types import Section
 
@@ -27,14 +26,16 @@ def problems_of(type_: Any, value: Any, path: str = "") -> list[Problem]:
                 found += _check_table(section, item, f"{path}[{i}]")
         if found:
             return found
-    code = misfit(type_, value)
+    code = value_fault(type_, value)
     if code is None:
         return []
     text = quote(value)
     if len(text) > 80:
         text = f"{text[:77]}…"
     message = f"expected {describe(type_)}, got {text}"
-    return [Problem(code, path, message, _hint(type_, value))]
+    close = nearest(value, map(str, choices(type_))) if isinstance(value, str) else []
+    hint = f'did you mean "{close[0]}"?' if close else ""
+    return [Problem(code, path, message, hint)]
 
 
 def _check_table(section: type[Section], table: dict[str, Any], path: str) -> list[Problem]:
@@ -54,27 +55,3 @@ def _check_table(section: type[Section], table: dict[str, Any], path: str) -> li
             problem = Problem("missing", f"{path}.{name}", "is missing", meaning[name])
             found.append(problem)
     return found
-
-
-def _hint(type_: Any, value: Any) -> str:
-    """Return the remedy for usual slips."""
-    kinds = {base(part) for part in members(type_)}
-    if isinstance(value, str):
-        if close := nearest(value, map(str, choices(type_))):
-            return f'did you mean "{close[0]}"?'
-        if bool in kinds and value.lower() in ("true", "false"):
-            return f"write it without quotes: {value.lower()}"
-        if kinds & {int, float} and _is_number(value):
-            return f"write it without quotes: {value}"
-    if isinstance(value, float) and int in kinds and value.is_integer():
-        return f"write it as an integer: {int(value)}"
-    if type(value) in (int, float) and kinds <= {str, type(None)}:
-        return f'write it with quotes: "{value}"'
-    return ""
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
