@@ -19,11 +19,11 @@ from torch import Tensor
 
 from tests.support.reference import in_memory
 from titanlite.models import SPECS, LlamaArgs
-from titanlite.models.deepseek_args import DeepSeekV3Args
+from titanlite.models.deepseek_v3 import DeepSeekV3Args
 from titanlite.models.families import family_of
 from titanlite.models.gemma3 import Gemma3Args
 from titanlite.models.gpt_oss import GptOssArgs
-from titanlite.models.llama4_args import Llama4Args
+from titanlite.models.llama4 import Llama4Args
 from titanlite.models.mistral import MistralArgs
 from titanlite.models.mixtral import MixtralArgs
 from titanlite.models.olmo2 import Olmo2Args

@@ -20,7 +20,7 @@ from tests.support.reference import in_memory
 from titanlite.checkpoint.foreign import open_weights
 from titanlite.models import get_spec, resolve_args
 from titanlite.models.counts import count_active_parameters
-from titanlite.models.deepseek_args import DeepSeekV3Args
+from titanlite.models.deepseek_v3 import DeepSeekV3Args
 from titanlite.models.families import family_of
 from titanlite.models.fields import deciding
 from titanlite.models.generate import Sampling, generate
@@ -132,27 +132,6 @@ def test_logits_and_every_gradient_equal_those_of_transformers(variant: str) -> 
     assert gradients.keys() == of_theirs.keys()
     for name, gradient in gradients.items():
         assert relative(gradient, of_theirs[name]) < 2e-6, name
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"rope_interleave": False},
-        {"rope_scaling": replace(V3.rope_scaling, mscale_all_dim=0.7)},  # type: ignore[type-var]
-        {"rope_scaling": None},
-        {"top_groups": 4},
-        {"group_best": 1},
-        {"route_scale": 1.0},
-        {"norm_topk": False},
-    ],
-    ids=str,
-)
-def test_each_switch_changes_the_logits(change: dict[str, Any]) -> None:
-    tokens = tokens_of(V3)
-    other = SPEC.build(replace(V3, **change))
-    model = random_model(V3)
-    other.load_state_dict(model.state_dict())
-    assert relative(other(tokens), model(tokens)) > 1e-3
 
 
 def test_documents_in_one_row_are_as_rows_of_their_own() -> None:
@@ -408,13 +387,10 @@ def test_the_published_config_json_describes_the_flavors() -> None:
     ("changes", "words"),
     [
         ({"model_type": "llama"}, "model_type is 'llama'"),
-        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
-        ({"moe_layer_freq": 2}, "moe_layer_freq is not 1"),
         ({"num_key_value_heads": 64}, "num_key_value_heads = 64 is not num_attention_heads = 128"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim = 63 is no even number"),
         ({"v_head_dim": 256}, "v_head_dim = 256 is wider than a query"),
         ({"topk_group": 9}, "topk_group must be at most n_group = 8"),
-        ({"attention_bias": True}, "attention_bias is True"),
     ],
 )
 def test_another_config_json_is_refused(changes: dict[str, Any], words: str) -> None:
@@ -501,8 +477,6 @@ def test_misfits() -> None:
     for change, words in (
         ({"kv_lora_rank": 0}, "kv_lora_rank must be positive"),
         ({"q_lora_rank": -1}, "q_lora_rank must not be negative"),
-        ({"latent_norm_eps": 0.0}, "latent_norm_eps must be positive, got 0.0"),
-        ({"last_norm_eps": -1.0}, "last_norm_eps must be positive, got -1.0"),
         ({"score": "softmax_of_chosen"}, 'score must be "sigmoid" or "softmax"'),
         ({"n_dense_layers": 3}, "n_dense_layers must be below n_layers = 3"),
     ):

@@ -46,7 +46,7 @@ def by_token(moe: GptOssMoE, x: Tensor) -> tuple[Tensor, list[float]]:
     clamped = []
     for token in x.double().flatten(0, 1):
         logits = weights["gate.weight"] @ token + weights["gate.bias"]
-        best = logits.topk(moe.routing.top_k)
+        best = logits.topk(moe.routing.args.top_k)
         shares = best.values.softmax(0)
         total = torch.zeros_like(token)
         for share, expert in zip(shares, best.indices, strict=True):

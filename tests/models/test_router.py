@@ -141,7 +141,7 @@ def test_choices_weights_and_gradients_are_those_of_transformers(case: str) -> N
     make, args = CASES[case]
     ours = LOGITS.clone().requires_grad_()
     theirs = LOGITS.clone().requires_grad_()
-    choice = Routing.of(args).choose(ours, BIAS if args.expert_bias else None)
+    choice = Routing(args).choose(ours, BIAS if args.expert_bias else None)
     _, weights, experts = make(args)(theirs)
     # Also of equal scores, in any order of one token's experts.
     own, order = choice.experts.sort(-1)
@@ -156,7 +156,7 @@ def test_choices_weights_and_gradients_are_those_of_transformers(case: str) -> N
 
 
 def test_the_bias_of_experts_changes_the_choice_alone() -> None:
-    routing = Routing.of(replace(ARGS, score="sigmoid", norm_topk=False))
+    routing = Routing(replace(ARGS, score="sigmoid", norm_topk=False))
     plain = routing.choose(LOGITS)
     pushed = routing.choose(LOGITS, torch.tensor([0.0, 0, 0, 0, 0, 9, 9, 9]))
     assert (pushed.experts.sort(-1).values == torch.tensor([5, 6, 7])).all()
@@ -182,7 +182,7 @@ def by_token(moe: MoE, args: Args, x: Tensor) -> Tensor:
     """Each token by itself, each of its experts by itself."""
     rows = []
     for token in x.flatten(0, 1):
-        choice = Routing.of(args).choose(moe.gate(token)[None], moe.expert_bias)
+        choice = Routing(args).choose(moe.gate(token)[None], moe.expert_bias)
         total = torch.zeros_like(token)
         for weight, number in zip(choice.weights[0], choice.experts[0].tolist(), strict=True):
             matrices = [getattr(moe.experts, name)[number] for name in ("w1", "w2", "w3")]
@@ -256,7 +256,7 @@ def test_the_load_balancing_loss_of_sigmoids_has_shares_of_a_token() -> None:
     moe.aux_weight = 0.0
     (without,) = torch.autograd.grad(moe(x).sum(), moe.gate.weight)
     scores = moe.gate(x[0]).sigmoid()
-    chosen = Routing.of(args).choose(moe.gate(x[0]), moe.expert_bias).experts
+    chosen = Routing(args).choose(moe.gate(x[0]), moe.expert_bias).experts
     shares = torch.bincount(chosen.flatten(), minlength=8) / 12
     loss = 8 * (shares * (scores / scores.sum(-1, keepdim=True)).mean(0)).sum()
     (expected,) = torch.autograd.grad(0.5 * loss, moe.gate.weight)

@@ -129,17 +129,6 @@ def test_rope_scaling_as_a_toml_file_may_say_it() -> None:
             "overrides.max_seq_len",
             "is 16, shorter than the sequences of 64 tokens",
         ),
-        (
-            {"rope_scaling": {"factor": 8.0, "original": 1}},
-            "rope_scaling.original",
-            "nearest: original_context",
-        ),
-        (
-            {"rope_scaling": {"factor": 8, "low_freq_factor": 5}},
-            "rope_scaling",
-            "low_freq_factor <= high_freq_factor",
-        ),
-        ({"rope_scaling": "yarn"}, "rope_scaling", '"yarn"'),
     ],
 )
 def test_numbers_that_make_no_decoder_are_refused(

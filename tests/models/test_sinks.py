@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tests.models.test_document_attention import LENGTHS, numbers
@@ -91,45 +91,6 @@ def test_fewer_queries_than_keys(window: int | None, queries: int) -> None:
         found = results(function(*ours), ours, upstream)
         for name, one, other in zip("yqkvs", found, wanted, strict=True):
             assert relative(one, other) < 2e-6, (way, name)
-
-
-def test_without_a_mask_all_keys_up_to_the_query_are_seen() -> None:
-    *given, upstream = inputs(queries=20)
-    exact = copies(given)
-    ours = copies(given)
-    wanted = results(formula(*exact, seen_by(20, 48, None, None)), exact, upstream)
-    found = results(attend_masked(*ours), ours, upstream)
-    assert all(relative(one, other) < 2e-6 for one, other in zip(found, wanted, strict=True))
-
-
-@pytest.mark.parametrize("window", [None, 24])
-def test_transformers_computes_the_same(window: int | None) -> None:
-    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
-
-    *given, upstream = inputs()
-    theirs = copies(given)
-    q, k, v, sinks = theirs
-    module = nn.Module()
-    module.num_key_value_groups = 2  # type: ignore[assignment]
-    module.sinks = sinks  # type: ignore[assignment]
-    added = torch.zeros(48, 48).masked_fill(~seen_by(48, 48, window, None), -torch.inf)
-    y, _ = eager_attention_forward(module, q, k, v, added, scaling=0.25)
-    wanted = results(y.transpose(1, 2), theirs, upstream)
-    ours = copies(given)
-    q, k, v, sinks = ours
-    found = results(SinkAttention(window)(q, k, v, None, sinks), ours, upstream)
-    for name, one, other in zip("yqkvs", found, wanted, strict=True):
-        assert relative(one, other) < 2e-6, name
-
-
-def test_a_sink_far_below_changes_nothing_and_one_far_above_takes_all() -> None:
-    q, k, v, sinks, _ = inputs()
-    plain = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, enable_gqa=True
-    )
-    attention = SinkAttention(None)
-    assert relative(attention(q, k, v, None, sinks - 1000), plain) < 1e-6
-    assert attention(q, k, v, None, sinks + 1000).abs().max() == 0
 
 
 @pytest.mark.parametrize(("window", "documents"), [(None, True), (24, True), (64, False)])

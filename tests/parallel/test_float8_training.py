@@ -30,7 +30,7 @@ from tests.support.harness import EVERY_2, FULL, OP, TINY, changed, train
 from tests.support.mx_runs import FLOOR, MX
 from tests.support.pool import Pools
 from titanlite.config.sections import ActivationCheckpoint, Float8
-from titanlite.models.deepseek_args import DeepSeekV3Args
+from titanlite.models.deepseek_v3 import DeepSeekV3Args
 
 soak = pytest.mark.soak
 pytestmark = pytest.mark.slow

@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -17,10 +18,14 @@ from tests.support.ranks import train
 from tests.support.tiny import TWENTY_STEPS, TWO_LAYERS, size
 from tests.support.whole_runs import losses_of, make_trainer, train_run
 from titanlite import build, exit_codes, load_config
+from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.loaded import LoadedState
+from titanlite.checkpoint.resume import begin_from
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.dist.dist_env import DistEnv
 from titanlite.runs.attempts import read_attempts
 from titanlite.runs.jsonl import read_metrics
+from titanlite.trainer import Trainer
 
 #: The flags with which a resumed `golden` run trains as it did.
 SKIP = "--guard.policy=skip"
@@ -92,6 +97,21 @@ def test_a_run_that_has_kept_its_weights_alone_has_ended(pool: Pools, tmp_path: 
     first, again = (pool(1).run(train_run, str(tmp_path), *flags)[0] for _ in range(2))
     assert (first["step"], again["code"]) == (2, exit_codes.CHECKPOINT)
     assert "this run has ended there" in again["error"]
+
+
+@pytest.mark.parametrize(
+    ("train", "name"),
+    [({}, "tokens_seen"), ({"data": 3}, "data"), ({"guard": {"losses": ["a"]}}, "guard")],
+)
+def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused(
+    train: dict[str, Any], name: str
+) -> None:
+    """To begin at step 1 with its weights would look like success."""
+    good = {"tokens_seen": 7, "data": {}} if train else {}
+    loaded = LoadedState(10, good | train, folder=Path("step-10"))
+    wanted = f"step-10 does not say where its run continues: {name} in its train state"
+    with pytest.raises(CheckpointError, match=wanted):
+        begin_from(cast("Trainer", None), loaded)
 
 
 @pytest.mark.slow

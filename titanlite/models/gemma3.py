@@ -7,22 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.models import llama_hf
 from titanlite.models.hf_names import entry_of
 from titanlite.models.llama import decoder_spec
+from titanlite.models.llama_hf import ENTRIES, NAMES, NO_PADDING, Entry, HFTable
 from titanlite.models.rope_scaling import LinearScaling
-from titanlite.models.window_pattern import PatternArgs, one_rope, pattern_of, written_pattern
+from titanlite.models.window_pattern import PATTERN_ENTRIES, PatternArgs, full_every, one_rope
 
 #: Bases of RoPE in blocks that see all, and in those with a window.
 _THETA = 1_000_000.0
 _LOCAL_THETA = 10_000.0
-#: Entries of config.json that are the same for all; null is the same.
-_FIXED = {
-    "hidden_activation": "gelu_pytorch_tanh",
-    "use_bidirectional_attention": False,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
-}
 
 
 @dataclass(frozen=True)
@@ -74,35 +67,39 @@ FLAVORS = {
 }
 
 
-def hf_config(args: Gemma3Args) -> dict[str, Any]:
-    """Return the content of config.json, the arguments of `transformers.Gemma3TextConfig`."""
-    config = llama_hf.hf_config(args, "gemma3_text")
-    del config["hidden_act"], config["mlp_bias"]
-    own = {
-        "architectures": ["Gemma3ForCausalLM"],
-        # By default the row of a padding token would not learn.
-        "pad_token_id": None,
-        "query_pre_attn_scalar": args.query_scalar,
-        "rope_local_base_freq": args.local_theta,
-        "sliding_window_pattern": args.full_every,
-    }
-    return {**config, **_FIXED, **written_pattern(args), **own}
+HF = HFTable(
+    "gemma3_text",
+    Gemma3Args,
+    {
+        **{
+            name: entry for name, entry in ENTRIES.items() if name not in ("hidden_act", "mlp_bias")
+        },
+        "head_dim": Entry("head_dim", 256),
+        "tie_word_embeddings": Entry("tied", True, null=False),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "use_bidirectional_attention": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        **PATTERN_ENTRIES,
+        **NO_PADDING,
+        "query_pre_attn_scalar": Entry("query_scalar", 256),
+        "rope_local_base_freq": Entry("local_theta", only="written"),
+        "sliding_window_pattern": Entry("full_every", only="written"),
+    },
+    {**NAMES, "ffn_norm.weight": "pre_feedforward_layernorm.weight"},
+    "Gemma3ForCausalLM",
+)
 
 
 def args_from_hf(config: Mapping[str, Any]) -> Gemma3Args:
     """Return the arguments that a config.json describes. Raises ValueError for another model."""
-    for name, ours in _FIXED.items():
-        if config.get(name) not in (ours, None):
-            raise ValueError(f"{name} is {config[name]!r}; a Gemma 3 here has {ours!r}")
     older_local = entry_of(config, "rope_local_base_freq", float, _LOCAL_THETA)
-    flat = {"tie_word_embeddings": True, **one_rope(config, _THETA, older_local)}
-    own: dict[str, Any] = {
-        **pattern_of(config, entry_of(config, "sliding_window_pattern", int, 6)),
-        "query_scalar": entry_of(config, "query_pre_attn_scalar", int, 256),
-        "head_dim": entry_of(config, "head_dim", int, 256),
-        "local_theta": flat["local_theta"],
-    }
-    return llama_hf.args_from_hf(flat, "gemma3_text", Gemma3Args, **own)
+    flat = one_rope(config, _THETA, older_local)
+    if flat.get("hidden_activation") is None:
+        flat.pop("hidden_activation", None)
+    every = full_every(config, entry_of(config, "sliding_window_pattern", int, 6))
+    args: Gemma3Args = HF.args_from_hf(flat, local_theta=flat["local_theta"], full_every=every)
+    return args
 
 
-SPEC = decoder_spec("gemma3", FLAVORS, hf_config=hf_config, args_from_hf=args_from_hf)
+SPEC = decoder_spec("gemma3", FLAVORS, HF, args_from_hf=args_from_hf)

@@ -6,26 +6,28 @@ block, and experts with biases. No torch here.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from titanlite.models import llama
 from titanlite.models.experts import family
 from titanlite.models.experts.arguments import ExpertArgs
 from titanlite.models.fields import argument
-from titanlite.models.llama import linear_init
+from titanlite.models.hf_names import entry_of, texts_of
+from titanlite.models.llama_hf import (
+    ATTENTION_NAMES,
+    ENTRIES,
+    NORM_NAMES,
+    Entry,
+    HFTable,
+    layer_types,
+)
+from titanlite.models.rope_hf import FULL
 from titanlite.models.rope_scaling import YarnScaling
-from titanlite.models.spec import Init, ModelSpec, imported_when_called
+from titanlite.models.spec import ModelSpec, imported_when_called
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from titanlite.models.hf_names import HFName
-
-#: Linears of attention, each with a bias.
-_LINEARS = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,6 @@ class GptOssArgs(ExpertArgs):
             extras[f"{name}.bias"] = size.out_features
         return {**extras, "attention.sinks": self.n_heads}
 
-    def feed_forward_parameters(self) -> tuple[int, int]:
-        """Return the parameters of experts and router with their biases, and those for a token."""
-        whole, active = super().feed_forward_parameters()
-        biases = 2 * self.expert_width + self.dim
-        return whole + self.n_experts * biases, active + self.top_k * biases
-
 
 #: Of the published models, and of a file that has none.
 _LONG = YarnScaling(factor=32.0, original_max_position_embeddings=4096, truncate=False)
@@ -89,117 +85,49 @@ FLAVORS = {
     "120B": _gpt_oss(2880, 36, 128),
 }
 
-_OWN = re.compile(
-    r"layers\.(\d+)\."
-    r"(?:attention\.(?:w[qkvo]\.bias|sinks\.weight)|feed_forward\.experts\.(?:gate_up|down)(?:_bias)?)"
-)
-
-
-def init_rule(name: str, args: GptOssArgs) -> Init:
-    """Return how the parameter of that full name is drawn: matrices as Llama's, biases and sinks
-    zero.
-    """
-    match = _OWN.fullmatch(name)
-    if match is None or int(match[1]) >= args.n_layers:
-        return family.init_rule(name, args)
-    if name.endswith(("bias", "sinks.weight")):
-        return Init("zeros")
-    if name.endswith("experts.down"):
-        return linear_init(int(match[1]))
-    return linear_init()
-
-
-#: How tensor parallelism divides what is not as in a dense block. Each rank has all experts, and
-#: they take the rank's part of the sequence.
-_DIVIDED = {
-    "attention.sinks": "vector",
-    "ffn_norm": "sequence",
-    "feed_forward": "tokens",
-    "feed_forward.gate": "heads",
-    "feed_forward.experts": "whole",
-}
-
 
 def block_plan(args: GptOssArgs) -> dict[str, str]:
     """Return module name in a block → how tensor parallelism divides it."""
-    kinds = {}
-    for name, kind in llama.block_plan(args).items():
-        if name.startswith("attention"):
-            kinds[name] = kind
-    return {**kinds, **_DIVIDED}
+    return {**family.block_plan(args), "attention.sinks": "vector"}
 
 
-def tensor_plan(args: GptOssArgs) -> dict[str, str]:
-    """Return module name → how tensor parallelism divides it, in the order the modules run."""
-    return llama.tensor_plan(args, block_plan)
-
-
-def tensor_sizes(args: GptOssArgs) -> dict[str, int]:
-    """Return the numbers that tensor-parallel ranks must divide, besides the vocabulary."""
-    return {"n_heads": args.n_heads, "n_kv_heads": args.kv_heads}
-
-
-def hf_names(args: GptOssArgs) -> dict[str, Any]:
-    """Return our parameter name → Hugging Face's."""
-    from titanlite.models import llama_hf
-
-    _check_bias(args)
-
-    experts: dict[str, HFName] = {
+HF = HFTable(
+    "gpt_oss",
+    GptOssArgs,
+    {
+        **ENTRIES,
+        "rope_theta": Entry("rope_theta", 150000.0),
+        "head_dim": Entry("head_dim", 64),
+        "attention_bias": True,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "num_local_experts": Entry("n_experts", 128),
+        "num_experts_per_tok": Entry("top_k", 4),
+        # `transformers` has no z-loss.
+        "router_aux_loss_coef": Entry("aux_loss", 0.001),
+        # `transformers` adds the load-balancing loss only if it is true.
+        "output_router_logits": Entry(lambda args: bool(args.aux_loss), only="written"),
+        # `transformers` wants a number, also where no block has a window.
+        "sliding_window": Entry("window", 128, lambda args: args.window or 128, null=None),
+        "layer_types": Entry(layer_types, follows="num_hidden_layers and sliding_window"),
+    },
+    {
+        **ATTENTION_NAMES,
         "feed_forward.gate.weight": "mlp.router.weight",
         "feed_forward.gate.bias": "mlp.router.bias",
         "feed_forward.experts.gate_up": "mlp.experts.gate_up_proj",
         "feed_forward.experts.gate_up_bias": "mlp.experts.gate_up_proj_bias",
         "feed_forward.experts.down": "mlp.experts.down_proj",
         "feed_forward.experts.down_bias": "mlp.experts.down_proj_bias",
-    }
-    attention: dict[str, HFName] = {"attention.sinks.weight": "self_attn.sinks"}
-    for name in _LINEARS:
-        theirs = f"self_attn.{name[-1]}_proj.bias"
-        attention[f"{name}.bias"] = theirs
-    return llama_hf.hf_names(
-        args, lambda block: llama_hf.block_parts(block, {**experts, **attention})
-    )
-
-
-#: Entries of config.json that are the same for all models of the family.
-_FIXED = {"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
-_KINDS = ("sliding_attention", "full_attention")
-
-
-def _layer_types(args: GptOssArgs) -> list[str]:
-    """Return the kind of each block's attention, in the words of `transformers`."""
-    blocks = [args.of_block(index) for index in range(args.n_layers)]
-    return [_KINDS[block.window is None] for block in blocks]
-
-
-def hf_config(args: GptOssArgs) -> dict[str, Any]:
-    """Return the content of config.json, the arguments of `transformers.GptOssConfig`. It has no
-    z-loss.
-    """
-    from titanlite.models import llama_hf
-
-    _check_bias(args)
-    return llama_hf.hf_config(args, "gpt_oss") | {
-        "architectures": ["GptOssForCausalLM"],
-        **_FIXED,
-        "num_local_experts": args.n_experts,
-        "num_experts_per_tok": args.top_k,
-        "router_aux_loss_coef": args.aux_loss,
-        # `transformers` adds the load-balancing loss only if it is true.
-        "output_router_logits": bool(args.aux_loss),
-        # `transformers` wants a number, also where no block has a window.
-        "sliding_window": args.window or GptOssArgs.window,
-        "layer_types": _layer_types(args),
-    }
-
-
-def _check_bias(args: GptOssArgs) -> None:
-    if args.expert_bias:
-        raise ValueError(
-            f"bias_update is {args.bias_update}, and GPT-OSS in `transformers` has no biases of "
-            "experts"
-        )
+        "attention.sinks.weight": "self_attn.sinks",
+        "attention.wq.bias": "self_attn.q_proj.bias",
+        "attention.wk.bias": "self_attn.k_proj.bias",
+        "attention.wv.bias": "self_attn.v_proj.bias",
+        "attention.wo.bias": "self_attn.o_proj.bias",
+        **NORM_NAMES,
+    },
+    "GptOssForCausalLM",
+)
 
 
 def args_from_hf(config: Mapping[str, Any]) -> GptOssArgs:
@@ -207,45 +135,23 @@ def args_from_hf(config: Mapping[str, Any]) -> GptOssArgs:
 
     Raises ValueError for one that this family does not do.
     """
-    from titanlite.models import llama_hf
-    from titanlite.models.hf_names import entry_of, texts_of
-    from titanlite.models.rope_hf import written_rope
-
-    for name, ours in _FIXED.items():
-        if config.get(name, ours) != ours:
-            raise ValueError(f"{name} is {config[name]!r}; the family gpt_oss here has {ours!r}")
-    kinds = texts_of(config, "layer_types")
-    is_null = "sliding_window" in config and config["sliding_window"] is None
-    has_windows = not is_null and set(kinds) != {"full_attention"}
-    has_loss = entry_of(config, "output_router_logits", bool, False)
-    experts: dict[str, Any] = {
-        "n_experts": entry_of(config, "num_local_experts", int, 128),
-        "top_k": entry_of(config, "num_experts_per_tok", int, 4),
-        "aux_loss": entry_of(config, "router_aux_loss_coef", float, 0.001) if has_loss else 0.0,
-        "head_dim": entry_of(config, "head_dim", int, 64),
-        "window": entry_of(config, "sliding_window", int, 128) if has_windows else None,
-    }
-    # Without the entries `transformers` takes its defaults.
-    plain = {"rope_theta": 150000.0, **config, "attention_bias": False}
+    plain = dict(config)
+    if set(texts_of(config, "layer_types")) == {FULL}:
+        plain["sliding_window"] = None
+    if not entry_of(config, "output_router_logits", bool, False):
+        plain["router_aux_loss_coef"] = 0.0
+    # Without the entries `transformers` takes its default.
     if config.get("rope_parameters") is None and not config.get("rope_scaling"):
-        plain |= written_rope(_LONG, plain["rope_theta"])
-    args: GptOssArgs = llama_hf.args_from_hf(plain, "gpt_oss", GptOssArgs, **experts)
-    if kinds and kinds != _layer_types(args):
-        raise ValueError(
-            "layer_types are not sliding_attention and full_attention in turns, with a "
-            "sliding_window, as in all blocks of the family gpt_oss here"
-        )
+        plain["rope_scaling"] = {"rope_type": "yarn", **_LONG.as_table()}
+    args: GptOssArgs = HF.args_from_hf(plain)
     return args
 
 
 SPEC: ModelSpec = family.expert_spec(
     "gpt_oss",
     FLAVORS,
+    HF,
     build=imported_when_called("titanlite.models.gpt_oss_layers:GptOss"),
-    init_rule=init_rule,
-    tensor_plan=tensor_plan,
-    tensor_sizes=tensor_sizes,
-    hf_names=hf_names,
-    hf_config=hf_config,
+    block_plan=block_plan,
     args_from_hf=args_from_hf,
 )

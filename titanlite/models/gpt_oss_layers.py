@@ -26,7 +26,6 @@ from titanlite.models.sinks import SinkAttention
 
 if TYPE_CHECKING:
     from titanlite.models.document_attention import DocumentMask
-    from titanlite.models.experts.arguments import ExpertArgs
     from titanlite.models.gpt_oss import GptOssArgs
 
 #: Of the sigmoid that gates.
@@ -123,15 +122,14 @@ class GptOssExperts(Experts):
 class GptOssMoE(MoE):
     """An MoE layer whose experts have biases."""
 
-    def make_experts(self, args: ExpertArgs) -> nn.Module:
-        return GptOssExperts(args.n_experts, args.dim, args.expert_width)
+    experts_class = GptOssExperts
 
 
 class GptOssBlock(MoEBlock):
     """A block of GPT-OSS."""
 
     attention_class = GptOssAttention
-    feed_forward_class = GptOssMoE
+    moe_class = GptOssMoE
 
 
 class GptOss(MoEDecoder):

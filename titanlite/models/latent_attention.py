@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.models.autograd import RMSNorm
-from titanlite.models.deepseek_args import DeepSeekV3Args
+from titanlite.models.deepseek_v3 import DeepSeekV3Args
 from titanlite.models.experts.layer import MoEBlock, MoEDecoder
 from titanlite.models.layers import SdpaAttention, build_norm
 from titanlite.models.rope import Rotation

@@ -29,13 +29,10 @@ def build_norm(args: LlamaArgs) -> nn.Module:
         from titanlite.models.norms import OffsetRMSNorm
 
         return OffsetRMSNorm(args.dim, args.norm_eps)
-    if args.norm_type in ("rmsnorm", "fused_rmsnorm"):
+    if args.norm_kind == "rmsnorm":
         return RMSNorm(args.dim, eps=args.norm_eps)
-    if args.norm_type == "layernorm":
-        return nn.LayerNorm(args.dim, eps=args.norm_eps, bias=False)
-    if args.norm_type == "np_layernorm":
-        return nn.LayerNorm(args.dim, eps=args.norm_eps, elementwise_affine=False)
-    raise ValueError(f"unknown norm_type {args.norm_type!r}")
+    has_weight = args.norm_kind == "layernorm"
+    return nn.LayerNorm(args.dim, eps=args.norm_eps, elementwise_affine=has_weight, bias=False)
 
 
 class SdpaAttention(nn.Module):

@@ -7,6 +7,7 @@ and FLOPs.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import types
@@ -22,6 +23,8 @@ from titanlite.models.spec import Init, ModelSpec, ShapeError, Size, imported_wh
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from titanlite.models.llama_hf import HFTable
 
 NORM_TYPES = ("rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm")
 _BEFORE = ("attention_norm", "ffn_norm")
@@ -97,6 +100,8 @@ class LlamaArgs:
             wrong.append(
                 f"head_dim = {self.head_dim} is no positive even number: RoPE rotates pairs"
             )
+        if self.norm_offset and self.norm_kind != "rmsnorm":
+            wrong.append(f"norm_type is {self.norm_type!r}, and norms by 1 + weight are RMSNorms")
         if self.n_heads % self.kv_heads:
             wrong.append(f"n_kv_heads = {self.kv_heads} does not divide n_heads = {self.n_heads}")
         return wrong
@@ -190,14 +195,6 @@ class LlamaArgs:
         return {1e4: 4096, 5e5: 8192}.get(self.rope_theta, 0)
 
     @property
-    def context(self) -> int:
-        """Return `max_position_embeddings` of config.json: the published context, or `max_seq_len`
-        where that is more; with some scalings, what they make of it.
-        """
-        context = max(self.max_seq_len, self.published_context)
-        return context if self.rope_scaling is None else self.rope_scaling.positions(context)
-
-    @property
     def n_vocab(self) -> int:
         """`vocab_size`, or a ShapeError while it is still to be taken from a tokenizer."""
         if self.vocab_size is None:
@@ -260,6 +257,18 @@ class LlamaArgs:
         """
         return {}
 
+    def parameters(self) -> dict[str, Size]:
+        """Return name in a block, without `.weight`, → size of all parameters; a vector has one
+        input.
+        """
+        vectors = {**self.attention_extras(), **self.block_norms()}
+        return {
+            **self.attention_linears(),
+            **{name: Size(1, length) for name, length in vectors.items()},
+            **self.feed_forward_linears(),
+            **self.feed_forward_extras(),
+        }
+
     def feed_forward_parameters(self) -> tuple[int, int]:
         """Return the parameters of a block's feed-forward, and those of them that one token is
         multiplied by.
@@ -284,49 +293,41 @@ def linears(args: LlamaArgs) -> dict[str, Size]:
     return found
 
 
+#: Standard deviation of matrices, and where a distribution is cut, in standard deviations.
 _STD = 0.02
-#: Truncation in standard deviations.
 _CUT = 3.0
-
-_LINEAR = re.compile(r"layers\.(\d+)\.(?:attention\.w[qkvo]|feed_forward\.w[123])\.weight")
-_NORM = re.compile(r"(?:layers\.(\d+)\.(?:attention|ffn)_(?:post_)?norm|norm)\.weight")
-_HEAD_NORM = re.compile(r"layers\.(\d+)\.attention\.[qk]_norm\.weight")
+_IN_BLOCK = re.compile(r"layers\.(\d+)\.(.+?)(?:\.weight)?")
+#: What writes to the residual stream, or gates it.
+_RESIDUAL = ("wo", "w2", "w3", "down")
 
 
 def init_rule(name: str, args: LlamaArgs) -> Init:
     """Return how the parameter of that full name is drawn.
 
-    Embedding: normal, std 1. Linears: truncated normal, std 0.02. Those that write to the residual
+    Embedding: normal, std 1. Matrices: truncated normal, std 0.02. Those that write to the residual
     stream (wo, w2, and w3 that gates w2's input) are divided by sqrt(2 (layer + 1)), so that the
     stream's variance grows evenly with depth. Head: dim ** -0.5, for logits of order one; a tied
-    weight is drawn as a head. Norms: one.
+    weight is drawn as a head. Norms: one. Biases and sinks: zero.
 
-    Raises KeyError for a name that no Llama has.
+    Raises KeyError for a name that the model lacks.
     """
-    head = _truncated(args.dim**-0.5)
-    if name == "tok_embeddings.weight":
-        return head if args.tied else Init("normal", std=1.0)
-    if name == "output.weight":
-        return head
-    match = _LINEAR.fullmatch(name) or _NORM.fullmatch(name)
-    if match is None and args.qk_norm:
-        match = _HEAD_NORM.fullmatch(name)
-    if match is None or int(match[1] or 0) >= args.n_layers:
+    if name == "tok_embeddings.weight" and not args.tied:
+        return Init("normal", std=1.0)
+    if name in ("tok_embeddings.weight", "output.weight"):
+        return _truncated(args.dim**-0.5)
+    norm = Init("zeros" if args.norm_offset else "ones")
+    if name == "norm.weight":
+        return norm
+    match = _IN_BLOCK.fullmatch(name)
+    index = int(match[1]) if match else args.n_layers
+    if match is None or index >= args.n_layers or match[2] not in args.of_block(index).parameters():
         raise KeyError(f"no initialisation is known for a parameter called {name!r}")
-    if "norm" in name:
-        return Init("zeros" if args.norm_offset else "ones")
-    residual = name.endswith(("wo.weight", "w2.weight", "w3.weight"))
-    return linear_init(int(match[1]) if residual else None)
-
-
-def linear_init(residual_layer: int | None = None) -> Init:
-    """Return how a block's linear is drawn.
-
-    residual_layer: of one that writes to the residual stream.
-    """
-    if residual_layer is None:
-        return _truncated(_STD)
-    return _truncated(_STD / math.sqrt(2 * (residual_layer + 1)))
+    leaf = match[2].rpartition(".")[2]
+    if leaf.endswith("norm"):
+        return norm
+    if leaf.endswith(("bias", "sinks")):
+        return Init("zeros")
+    return _truncated(_STD / math.sqrt(2 * (index + 1)) if leaf in _RESIDUAL else _STD)
 
 
 def _truncated(std: float) -> Init:
@@ -342,8 +343,10 @@ def tied(args: LlamaArgs) -> dict[str, str]:
 
 def sublayer_names(args: LlamaArgs) -> list[str]:
     """Return the two halves of each decoder block, in the order they run."""
-    halves = ("attention", "feed_forward")
-    return [f"{block}.{half}" for block in block_names(args) for half in halves]
+    names = []
+    for block in args.blocks():
+        names += [f"{block}.attention", f"{block}.feed_forward"]
+    return names
 
 
 def fsdp_units(args: LlamaArgs) -> list[tuple[str, ...]]:
@@ -386,9 +389,7 @@ def block_plan(args: LlamaArgs) -> dict[str, str]:
     return kinds
 
 
-def tensor_plan(
-    args: LlamaArgs, of_block: Callable[[Any], Mapping[str, str]] = block_plan
-) -> dict[str, str]:
+def tensor_plan(of_block: Callable[[Any], Mapping[str, str]], args: LlamaArgs) -> dict[str, str]:
     """Return module name → how tensor parallelism divides it, in the order the modules run.
 
     The kinds are those of `titanlite.parallel.tensor.apply_tp`. of_block: those of a block, from
@@ -412,11 +413,22 @@ def tensor_sizes(args: LlamaArgs) -> dict[str, int]:
     }
 
 
-def decoder_spec(name: str, flavors: Mapping[str, LlamaArgs], **different: Any) -> ModelSpec:
+def decoder_spec(
+    name: str,
+    flavors: Mapping[str, LlamaArgs],
+    hf: HFTable | None = None,
+    block_plan: Callable[[Any], Mapping[str, str]] = block_plan,
+    **different: Any,
+) -> ModelSpec:
     """Return the spec of a family of decoders.
 
-    different: fields of `ModelSpec` that are not as Llama's.
+    hf: its weights and config.json at Hugging Face; None: Llama's. block_plan: how tensor
+    parallelism divides the modules of a block. different: fields of `ModelSpec` that are not as
+    Llama's.
     """
+    if hf is not None:
+        own = {"hf_names": hf.hf_names, "hf_config": hf.hf_config, "args_from_hf": hf.args_from_hf}
+        different = {**own, **different}
     spec = ModelSpec(
         name=name,
         args_class=type(next(iter(flavors.values()))),
@@ -428,15 +440,15 @@ def decoder_spec(name: str, flavors: Mapping[str, LlamaArgs], **different: Any) 
         flops_per_token=counts.flops_per_token,
         fsdp_units=fsdp_units,
         linears=linears,
-        tensor_plan=tensor_plan,
+        tensor_plan=functools.partial(tensor_plan, block_plan),
         tensor_sizes=tensor_sizes,
         sublayer_names=sublayer_names,
         pipeline_costs=counts.pipeline_costs,
         context_parallel=True,
         tied=tied,
-        hf_names=imported_when_called("titanlite.models.llama_hf:hf_names"),
-        hf_config=imported_when_called("titanlite.models.llama_hf:hf_config"),
-        args_from_hf=imported_when_called("titanlite.models.llama_hf:args_from_hf"),
+        hf_names=imported_when_called("titanlite.models.llama_hf:LLAMA.hf_names"),
+        hf_config=imported_when_called("titanlite.models.llama_hf:LLAMA.hf_config"),
+        args_from_hf=imported_when_called("titanlite.models.llama_hf:LLAMA.args_from_hf"),
     )
     return replace(spec, **different)
 

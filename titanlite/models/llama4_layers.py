@@ -17,12 +17,11 @@ from titanlite.models.block_ropes import NoRotation
 from titanlite.models.experts.grouped import Experts, grouped_mm, local
 from titanlite.models.experts.layer import MoE, MoEBlock, MoEDecoder
 from titanlite.models.latent_attention import halves
-from titanlite.models.layers import Attention, FeedForward, SdpaAttention
+from titanlite.models.layers import Attention, SdpaAttention
 
 if TYPE_CHECKING:
     from titanlite.models.document_attention import DocumentMask
-    from titanlite.models.experts.arguments import ExpertArgs
-    from titanlite.models.llama4_args import Llama4Args
+    from titanlite.models.llama4 import Llama4Args
     from titanlite.models.rope import Rotation
 
 
@@ -158,20 +157,14 @@ class Llama4Experts(Experts):
 class Llama4MoE(MoE):
     """An MoE layer of such experts, beside a shared one."""
 
-    def make_experts(self, args: ExpertArgs) -> nn.Module:
-        return Llama4Experts(args.n_experts, args.dim, args.expert_width)
-
-
-def feed_forward(args: ExpertArgs) -> nn.Module:
-    """Return the feed-forward of a block: an MoE layer, or a dense one where it has no experts."""
-    return Llama4MoE(args) if args.n_experts else FeedForward(args)
+    experts_class = Llama4Experts
 
 
 class Llama4Block(MoEBlock):
     """A block of Llama 4."""
 
     attention_class = Llama4Attention
-    feed_forward_class = staticmethod(feed_forward)
+    moe_class = Llama4MoE
 
 
 class Llama4(MoEDecoder):

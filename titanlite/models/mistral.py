@@ -4,13 +4,11 @@ torch here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.models import llama_hf
-from titanlite.models.hf_names import entry_of, texts_of
 from titanlite.models.llama import LlamaArgs, decoder_spec
+from titanlite.models.llama_hf import ENTRIES, NAMES, Entry, HFTable, layer_types
 
 
 @dataclass(frozen=True)
@@ -41,24 +39,17 @@ FLAVORS = {
 }
 
 
-def hf_config(args: MistralArgs) -> dict[str, Any]:
-    """Return the content of config.json, the arguments of `transformers.MistralConfig`."""
-    return {**llama_hf.hf_config(args, "mistral"), "sliding_window": args.window}
-
-
-def args_from_hf(config: Mapping[str, Any]) -> MistralArgs:
-    """Return the arguments that a config.json describes. Raises ValueError for another model."""
-    # Without the entry `transformers` takes its default; null is a model without a window.
-    is_null = "sliding_window" in config and config["sliding_window"] is None
-    window = None if is_null else entry_of(config, "sliding_window", int, 4096)
-    # `transformers` makes a Ministral of such a config, whose layers differ.
-    if (kinds := {*texts_of(config, "layer_types")}) - {
-        "sliding_attention" if window else "full_attention"
-    }:
-        raise ValueError(
-            f"layer_types has {', '.join(sorted(kinds))}; a Mistral here has layers of one kind"
-        )
-    return llama_hf.args_from_hf(config, "mistral", MistralArgs, window=window)
-
-
-SPEC = decoder_spec("mistral", FLAVORS, hf_config=hf_config, args_from_hf=args_from_hf)
+HF = HFTable(
+    "mistral",
+    MistralArgs,
+    {
+        **ENTRIES,
+        "sliding_window": Entry("window", 4096, null=None),
+        # `transformers` makes a Ministral of a config whose layers differ.
+        "layer_types": Entry(
+            layer_types, only="read", follows="num_hidden_layers and sliding_window"
+        ),
+    },
+    NAMES,
+)
+SPEC = decoder_spec("mistral", FLAVORS, HF)

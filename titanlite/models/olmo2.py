@@ -4,12 +4,11 @@ QK norm over whole projections. No torch here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.models import llama_hf
 from titanlite.models.llama import LlamaArgs, decoder_spec
+from titanlite.models.llama_hf import ENTRIES, NAMES, NO_PADDING, HFTable
 
 
 @dataclass(frozen=True)
@@ -39,15 +38,5 @@ FLAVORS = {
 }
 
 
-def hf_config(args: Olmo2Args) -> dict[str, Any]:
-    """Return the content of config.json, the arguments of `transformers.Olmo2Config`."""
-    # By default the row of a padding token would not learn.
-    return {**llama_hf.hf_config(args, "olmo2"), "pad_token_id": None}
-
-
-def args_from_hf(config: Mapping[str, Any]) -> Olmo2Args:
-    """Return the arguments that a config.json describes. Raises ValueError for another model."""
-    return llama_hf.args_from_hf(config, "olmo2", Olmo2Args)
-
-
-SPEC = decoder_spec("olmo2", FLAVORS, hf_config=hf_config, args_from_hf=args_from_hf)
+HF = HFTable("olmo2", Olmo2Args, {**ENTRIES, **NO_PADDING}, NAMES)
+SPEC = decoder_spec("olmo2", FLAVORS, HF)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.models import llama_hf
 from titanlite.models.llama import decoder_spec
+from titanlite.models.llama_hf import ENTRIES, NAMES, NO_PADDING, HFTable
 from titanlite.models.olmo2 import Olmo2Args
 from titanlite.models.rope_scaling import YarnScaling
-from titanlite.models.window_pattern import PatternArgs, one_rope, pattern_of, written_pattern
+from titanlite.models.window_pattern import PATTERN_ENTRIES, PatternArgs, full_every, one_rope
 
 _THETA = 500000.0
 
@@ -39,10 +39,7 @@ FLAVORS = {
 }
 
 
-def hf_config(args: Olmo3Args) -> dict[str, Any]:
-    """Return the content of config.json, the arguments of `transformers.Olmo3Config`."""
-    # By default the row of a padding token would not learn.
-    return {**llama_hf.hf_config(args, "olmo3"), **written_pattern(args), "pad_token_id": None}
+HF = HFTable("olmo3", Olmo3Args, {**ENTRIES, **PATTERN_ENTRIES, **NO_PADDING}, NAMES)
 
 
 def args_from_hf(config: Mapping[str, Any]) -> Olmo3Args:
@@ -58,7 +55,8 @@ def args_from_hf(config: Mapping[str, Any]) -> Olmo3Args:
             f"rope_theta is {theta} in layers without a window and {flat['local_theta']} in the "
             "others; an OLMo 3 here has one"
         )
-    return llama_hf.args_from_hf(flat, "olmo3", Olmo3Args, **pattern_of(config, 4))
+    args: Olmo3Args = HF.args_from_hf(flat, full_every=full_every(config, 4))
+    return args
 
 
-SPEC = decoder_spec("olmo3", FLAVORS, hf_config=hf_config, args_from_hf=args_from_hf)
+SPEC = decoder_spec("olmo3", FLAVORS, HF, args_from_hf=args_from_hf)

@@ -4,13 +4,11 @@ norm. No torch here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.models import llama_hf
-from titanlite.models.hf_names import entry_of, texts_of
 from titanlite.models.llama import LlamaArgs, decoder_spec
+from titanlite.models.llama_hf import ENTRIES, NAMES, Entry, HFTable, layer_types
 
 
 @dataclass(frozen=True)
@@ -40,30 +38,12 @@ FLAVORS = {
 }
 
 
-def hf_config(args: Qwen3Args) -> dict[str, Any]:
-    """Return the content of config.json, the arguments of `transformers.Qwen3Config`."""
-    return {**llama_hf.hf_config(args, "qwen3"), "use_sliding_window": False}
-
-
-def check_no_windows(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a config.json of a model whose attention has windows."""
-    other_kinds = {*texts_of(config, "layer_types")} - {"full_attention"}
-    if other_kinds:
-        raise ValueError(
-            f"layer_types has {min(other_kinds)!r}; a Qwen3 here attends to all tokens before"
-        )
-    if entry_of(config, "use_sliding_window", bool, False):
-        raise ValueError("use_sliding_window is true; a Qwen3 here attends to all tokens before")
-
-
-def args_from_hf(config: Mapping[str, Any]) -> Qwen3Args:
-    """Return the arguments that a config.json describes.
-
-    Raises ValueError for another model, or one with windows.
-    """
-    check_no_windows(config)
-    head_dim = entry_of(config, "head_dim", int, 128)
-    return llama_hf.args_from_hf(config, "qwen3", Qwen3Args, head_dim=head_dim)
-
-
-SPEC = decoder_spec("qwen3", FLAVORS, hf_config=hf_config, args_from_hf=args_from_hf)
+#: Entries of config.json: attention has no windows.
+NO_WINDOWS = {
+    "use_sliding_window": False,
+    "layer_types": Entry(layer_types, only="read", follows="num_hidden_layers"),
+}
+HF = HFTable(
+    "qwen3", Qwen3Args, {**ENTRIES, "head_dim": Entry("head_dim", 128), **NO_WINDOWS}, NAMES
+)
+SPEC = decoder_spec("qwen3", FLAVORS, HF)

@@ -4,18 +4,23 @@ mixture of experts. No torch here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem
-from titanlite.models import llama_hf
 from titanlite.models.experts.arguments import ExpertArgs
 from titanlite.models.experts.family import expert_spec
-from titanlite.models.experts.hf_names import feed_forward_names
 from titanlite.models.fields import argument
-from titanlite.models.hf_names import HFName, entry_of
-from titanlite.models.qwen3 import check_no_windows
+from titanlite.models.llama_hf import (
+    ATTENTION_NAMES,
+    ENTRIES,
+    EXPERT_NAMES,
+    NORM_NAMES,
+    Entry,
+    HFTable,
+)
+from titanlite.models.qwen3 import NO_WINDOWS
 from titanlite.models.spec import ModelSpec, ShapeError
 
 if TYPE_CHECKING:
@@ -107,73 +112,27 @@ FLAVORS = {
 }
 
 
-def hf_names(args: Qwen3MoeArgs) -> dict[str, Any]:
-    """Return our parameter name → Hugging Face's; a stack of experts → the names of its
-    matrices.
-    """
-    _check_bias(args)
-
-    def parts(block: Qwen3MoeArgs) -> Mapping[str, HFName]:
-        return llama_hf.block_parts(block, feed_forward_names(block))
-
-    return llama_hf.hf_names(args, parts)
-
-
-def hf_config(args: Qwen3MoeArgs) -> dict[str, Any]:
-    """Return the content of config.json, the arguments of `transformers.Qwen3MoeConfig`.
-
-    `transformers` has no z-loss.
-    """
-    _check_bias(args)
-    return llama_hf.hf_config(args, "qwen3_moe") | {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": args.n_experts,
-        "num_experts_per_tok": args.top_k,
-        "moe_intermediate_size": args.expert_width,
-        "norm_topk_prob": args.norm_topk,
-        "decoder_sparse_step": args.sparse_step,
-        "mlp_only_layers": list(args.dense_blocks),
-        "router_aux_loss_coef": args.aux_loss,
-        "use_sliding_window": False,
-    }
-
-
-def _check_bias(args: Qwen3MoeArgs) -> None:
-    if args.expert_bias:
-        raise ValueError(
-            f"bias_update is {args.bias_update}, and Qwen3-MoE in `transformers` has no biases of "
-            "experts"
-        )
-
-
-def args_from_hf(config: Mapping[str, Any]) -> Qwen3MoeArgs:
-    """Return the arguments that a config.json describes.
-
-    Raises ValueError for another model, or one with windows.
-    """
-    check_no_windows(config)
-    # `transformers` 5 writes the number of experts under its own name.
-    experts = entry_of(config, "num_local_experts", int, 128)
-    heads = entry_of(config, "num_attention_heads", int)
-    head_dim = entry_of(config, "hidden_size", int) // max(heads, 1)
-    step = entry_of(config, "decoder_sparse_step", int, 1)
-    if step < 1:
-        raise ValueError(f"decoder_sparse_step is {step}, expected a positive integer")
-    return llama_hf.args_from_hf(
-        config,
-        "qwen3_moe",
-        Qwen3MoeArgs,
-        head_dim=entry_of(config, "head_dim", int, head_dim),
-        n_experts=entry_of(config, "num_experts", int, experts),
-        top_k=entry_of(config, "num_experts_per_tok", int, 8),
-        expert_width=entry_of(config, "moe_intermediate_size", int, 768),
-        norm_topk=entry_of(config, "norm_topk_prob", bool, False),
-        sparse_step=step,
-        dense_blocks=Blocks.parse(entry_of(config, "mlp_only_layers", list, [])),
-        aux_loss=entry_of(config, "router_aux_loss_coef", float, 0.001),
-    )
-
-
-SPEC: ModelSpec = expert_spec(
-    "qwen3_moe", FLAVORS, hf_names=hf_names, hf_config=hf_config, args_from_hf=args_from_hf
+HF = HFTable(
+    "qwen3_moe",
+    Qwen3MoeArgs,
+    {
+        **ENTRIES,
+        "head_dim": Entry("head_dim", lambda given: given["dim"] // max(given["n_heads"], 1)),
+        # `transformers` 5 writes the number of experts under its own name.
+        "num_local_experts": Entry("n_experts", 128, only="read"),
+        "num_experts": Entry("n_experts", itemgetter("n_experts")),
+        "num_experts_per_tok": Entry("top_k", 8),
+        "moe_intermediate_size": Entry("expert_width", 768),
+        "norm_topk_prob": Entry("norm_topk", False),
+        "decoder_sparse_step": Entry("sparse_step", 1),
+        "mlp_only_layers": Entry("dense_blocks", Blocks(), lambda args: list(args.dense_blocks)),
+        # `transformers` has no z-loss.
+        "router_aux_loss_coef": Entry("aux_loss", 0.001),
+        **NO_WINDOWS,
+    },
+    {**ATTENTION_NAMES, **EXPERT_NAMES, **NORM_NAMES},
+    "Qwen3MoeForCausalLM",
 )
+
+
+SPEC: ModelSpec = expert_spec("qwen3_moe", FLAVORS, HF)

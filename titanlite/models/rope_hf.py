@@ -17,6 +17,9 @@ from titanlite.models.rope_scaling import (
     YarnScaling,
 )
 
+#: Kinds of attention in `layer_types`.
+FULL = "full_attention"
+WINDOW = "sliding_attention"
 _ORIGINAL = "original_max_position_embeddings"
 _POSITIONS = "max_position_embeddings"
 _PARTIAL = "partial_rotary_factor"
@@ -89,19 +92,16 @@ def _original(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
     return int(entry_of(config, _POSITIONS, int))
 
 
-def written_rope(scaling: Scaling | None, theta: float) -> dict[str, Any]:
+def written_rope(args: Any) -> dict[str, Any]:
     """Return the entries of config.json: for `transformers` 5 and, beside it, for 4."""
-    table: dict[str, Any] = {"rope_type": "default"}
-    entries: dict[str, Any] = {}
-    if scaling is not None:
-        table = _written(scaling)
-        entries["rope_scaling"] = table
-    return {
-        "rope_parameters": {**table, "rope_theta": theta},
-        # Without it `transformers` 4 would take 10,000 without a word.
-        "rope_theta": theta,
-        **entries,
-    }
+    scaling: Scaling | None = args.rope_scaling
+    entries = {} if scaling is None else {"rope_scaling": _written(scaling)}
+    table = {**entries.get("rope_scaling", {"rope_type": "default"}), "rope_theta": args.rope_theta}
+    local = getattr(args, "local_theta", None)
+    if local is not None:
+        table = {FULL: table, WINDOW: {"rope_type": "default", "rope_theta": local}}
+    # Without rope_theta `transformers` 4 would take 10,000 without a word.
+    return {"rope_parameters": table, "rope_theta": args.rope_theta, **entries}
 
 
 def _written(scaling: Scaling) -> dict[str, Any]:

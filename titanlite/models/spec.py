@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -77,7 +78,7 @@ def imported_when_called(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
 
     def call(*arguments: Any) -> Any:
-        return getattr(importlib.import_module(module), name)(*arguments)
+        return operator.attrgetter(name)(importlib.import_module(module))(*arguments)
 
     return call
 

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.models.hf_names import entry_of, texts_of
 from titanlite.models.llama import LlamaArgs
-from titanlite.models.rope_hf import written_rope
+from titanlite.models.llama_hf import Entry, layer_types
+from titanlite.models.rope_hf import FULL, WINDOW
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-_FULL = "full_attention"
-_WINDOW = "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -55,45 +53,19 @@ def _of_kind(args: PatternArgs, is_full: bool) -> Any:
     return replace(args, rope_theta=args.local_theta, rope_scaling=None)
 
 
-def written_pattern(args: PatternArgs) -> dict[str, Any]:
-    """Return the entries of config.json, those of `transformers` 5 and, beside them, of 4."""
-    full = written_rope(args.rope_scaling, args.rope_theta)
-    local = written_rope(None, args.local_theta)
-    kinds = [_FULL if args.is_full(index) else _WINDOW for index in range(args.n_layers)]
-    return {
-        **full,
-        "rope_parameters": {
-            _FULL: full["rope_parameters"],
-            _WINDOW: local["rope_parameters"],
-        },
-        "sliding_window": args.window,
-        "layer_types": kinds,
-    }
+#: Entries of config.json of such decoders.
+PATTERN_ENTRIES = {
+    "sliding_window": Entry("window"),
+    "layer_types": Entry(layer_types, follows="num_hidden_layers and its first full_attention"),
+}
 
 
-def pattern_of(config: Mapping[str, Any], full_every: int) -> dict[str, Any]:
-    """Return `window` and `full_every` of a config.json.
-
-    full_every: where it names no layers, or too few to tell. Raises ValueError for a pattern that
-    is none here, or no window.
-    """
-    window = entry_of({"sliding_window": 4096, **config}, "sliding_window", int)
-    return {"window": window, "full_every": _full_every(config, full_every)}
-
-
-def _full_every(config: Mapping[str, Any], default: int) -> int:
+def full_every(config: Mapping[str, Any], default: int) -> int:
+    """Return the argument of a config.json. default: where it names no or too few layers."""
     kinds = texts_of(config, "layer_types")
-    if not kinds:
-        return default
-    every = kinds.index(_FULL) + 1 if _FULL in kinds else max(default, len(kinds) + 1)
-    for index, kind in enumerate(kinds):
-        wanted = _WINDOW if (index + 1) % every else _FULL
-        if kind != wanted:
-            raise ValueError(
-                f"layer_types has {kind!r} at {index}, and a pattern that repeats after {every} "
-                f"layers has {wanted!r} there"
-            )
-    return every
+    if FULL in kinds:
+        return kinds.index(FULL) + 1
+    return max(default, len(kinds) + 1) if kinds else default
 
 
 def one_rope(config: Mapping[str, Any], theta: float, local_theta: float) -> dict[str, Any]:
@@ -103,18 +75,19 @@ def one_rope(config: Mapping[str, Any], theta: float, local_theta: float) -> dic
     ValueError for layers with a window that scale RoPE.
     """
     tables: dict[str, Any] = entry_of(config, "rope_parameters", dict, {})
-    if tables and not {*tables} <= {_FULL, _WINDOW}:
-        raise ValueError(f"rope_parameters needs a table {_FULL!r} and a table {_WINDOW!r}")
-    local: dict[str, Any] = entry_of(tables, _WINDOW, dict, {})
+    if tables and not {*tables} <= {FULL, WINDOW}:
+        raise ValueError(f"rope_parameters needs a table {FULL!r} and a table {WINDOW!r}")
+    local: dict[str, Any] = entry_of(tables, WINDOW, dict, {})
     if entry_of(local, "rope_type", str, "default") != "default":
         raise ValueError(
-            f"rope_type of {_WINDOW} is {local['rope_type']!r}; here RoPE is scaled in layers "
+            f"rope_type of {WINDOW} is {local['rope_type']!r}; here RoPE is scaled in layers "
             "without a window alone"
         )
     older: dict[str, Any] = entry_of(config, "rope_scaling", dict, {})
-    full: dict[str, Any] = {**entry_of(tables, _FULL, dict, {}), **older}
+    full: dict[str, Any] = {**entry_of(tables, FULL, dict, {}), **older}
     full.setdefault("rope_theta", entry_of(config, "rope_theta", float, theta))
     return {
+        "sliding_window": 4096,
         **config,
         "rope_scaling": None,
         "rope_parameters": full,

@@ -14,7 +14,7 @@ from titanlite.plan.lifetimes import ModuleMemory, Op, OpList, Peak
 from titanlite.plan.product_memory import Product, ProductMemory
 
 if TYPE_CHECKING:
-    from titanlite.models.deepseek_args import DeepSeekV3Args
+    from titanlite.models.deepseek_v3 import DeepSeekV3Args
 
 
 def attention(s: Shape, width: int, kv_width: int, sums: int) -> list[Op]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from titanlite.plan.lifetimes import Op
 
 if TYPE_CHECKING:
-    from titanlite.models.deepseek_args import DeepSeekV3Args
+    from titanlite.models.deepseek_v3 import DeepSeekV3Args
     from titanlite.plan.blocks import Shape
 
 

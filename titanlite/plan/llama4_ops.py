@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from titanlite.plan.lifetimes import Op
 
 if TYPE_CHECKING:
-    from titanlite.models.llama4_args import Llama4Args
+    from titanlite.models.llama4 import Llama4Args
     from titanlite.plan.blocks import Shape
 
 

@@ -38,7 +38,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from titanlite.features.mup.base import head_width
 from titanlite.models.linears import kind_of
@@ -119,7 +119,7 @@ class Rules:
         if match is None:
             there = _outer_sizes(self.base)[module]
         else:
-            there = _sizes(self._as_deep.of_block(int(match[1])))[kind_of(module)]
+            there = self._as_deep.of_block(int(match[1])).parameters()[kind_of(module)]
         return Ratios(
             here.in_features / there.in_features,
             here.out_features / there.out_features,
@@ -132,13 +132,13 @@ class Rules:
         match = _LAYER.match(name)
         if match is None:
             return _outer_sizes(self.args)[module]
-        return _sizes(self.args.of_block(int(match[1])))[kind_of(module)]
+        return self.args.of_block(int(match[1])).parameters()[kind_of(module)]
 
     def names(self) -> list[str]:
         """Return the names of all parameters but a tied head, in the model's order."""
         found = [f"{_EMBEDDING}.weight"]
         for name, block in self.args.blocks().items():
-            found += [f"{name}.{_parameter_of(kind)}" for kind in _sizes(block)]
+            found += [f"{name}.{_parameter_of(kind)}" for kind in block.parameters()]
         if self.args.norm_type != "np_layernorm":
             found.append(f"{_LAST_NORM}.weight")
         if not self.args.tied:
@@ -237,18 +237,6 @@ def _outer_sizes(args: LlamaArgs) -> Mapping[str, Size]:
         _EMBEDDING: Size(1, args.dim),
         _LAST_NORM: Size(1, args.dim),
         _HEAD: Size(args.dim, 1),
-    }
-
-
-def _sizes(block: Any) -> Mapping[str, Size]:
-    """Return name in a block → size. block: the arguments of that block."""
-    vectors = {**block.attention_extras(), **block.block_norms()}
-    found = {name: Size(1, length) for name, length in vectors.items()}
-    return {
-        **block.attention_linears(),
-        **found,
-        **block.feed_forward_linears(),
-        **block.feed_forward_extras(),
     }
 
 

@@ -63,17 +63,10 @@ def lines(rules: Rules, optimizer: Optimizer) -> list[str]:
 
 def _rows(rules: Rules, optimizer: Optimizer) -> list[tuple[str, ...]]:
     """Return the cells of each kind of weight, the first of its kind."""
-    found: dict[str, tuple[str, ...]] = {}
-    names = rules.names()
-    for name in [name for name in names if not name.startswith("layers.")]:
-        found[name] = _row(rules, optimizer, name)
-    first = names[0]
-    in_order = {first: found.pop(first)}
-    for name in names:
-        kind = kind_of(name)
-        if kind not in in_order and kind not in found:
-            in_order[kind] = _row(rules, optimizer, name)
-    return [*in_order.values(), *found.values()]
+    firsts: dict[str, str] = {}
+    for name in rules.names():
+        firsts.setdefault(kind_of(name), name)
+    return [_row(rules, optimizer, name) for name in firsts.values()]
 
 
 def _row(rules: Rules, optimizer: Optimizer, name: str) -> tuple[str, ...]:

@@ -138,6 +138,8 @@ class ExpertArgs(LlamaArgs):
     #: Step by which each expert's bias moves after an update; 0: it stays. It balances the load
     #: without a loss (Wang et al. 2024, arXiv:2408.15664).
     bias_update = 0.0
+    #: Files of Hugging Face have the biases that `bias_update` moves.
+    biases_in_files = False
     #: Experts have biases, as those of `titanlite.models.gpt_oss_layers`.
     expert_biases = False
     #: Gate and up of an expert are one matrix (`titanlite.models.llama4_layers`).
@@ -196,9 +198,12 @@ class ExpertArgs(LlamaArgs):
         """
         if not self.n_experts:
             return super().feed_forward_parameters()
-        expert = 3 * self.dim * self.expert_width
-        router = (self.dim + self.router_bias) * self.n_experts
-        every = router + 3 * self.dim * self.shared_width
+        expert = every = 0
+        for name, size in {**self.feed_forward_linears(), **self.feed_forward_extras()}.items():
+            if name.startswith("feed_forward.experts."):
+                expert += size.in_features * size.out_features
+            else:
+                every += size.in_features * size.out_features
         return self.n_experts * expert + every, self.top_k * expert + every
 
 

@@ -1,39 +1,19 @@
-"""What families of decoders with experts share: initial weights, and how they are divided.
+"""What families of decoders with experts share: how they are divided.
 
 No torch here.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from titanlite.models import llama
 from titanlite.models.experts.arguments import ExpertArgs, experts_of
-from titanlite.models.spec import Init, ModelSpec, imported_when_called
+from titanlite.models.spec import ModelSpec, imported_when_called
 
 if TYPE_CHECKING:
-    pass
-
-_MATRIX = re.compile(
-    r"layers\.(\d+)\.feed_forward\."
-    r"(?:gate\.(weight|bias)|experts\.(w[123])|shared\.(w[123])\.weight)"
-)
-
-
-def init_rule(name: str, args: ExpertArgs) -> Init:
-    """Return how the parameter of that full name is drawn: each expert as Llama's feed-forward, the
-    router as w1, its bias as zero.
-    """
-    match = _MATRIX.fullmatch(name)
-    if match is None or int(match[1]) >= args.n_layers:
-        return llama.init_rule(name, args)
-    if match[2] == "bias":
-        return Init("zeros")
-    is_residual = (match[3] or match[4]) in ("w2", "w3")
-    return llama.linear_init(int(match[1]) if is_residual else None)
-
+    from titanlite.models.llama_hf import HFTable
 
 #: How the MoE layer of a block is divided: each rank has all experts. They take its part of the
 #: sequence.
@@ -65,11 +45,6 @@ def block_plan(args: ExpertArgs) -> dict[str, str]:
     return {**kinds, **feed_forward_plan(args)}
 
 
-def tensor_plan(args: ExpertArgs) -> dict[str, str]:
-    """Return module name → how tensor parallelism divides it, in the order the modules run."""
-    return llama.tensor_plan(args, block_plan)
-
-
 def tensor_sizes(args: ExpertArgs) -> dict[str, int]:
     """Return the numbers that tensor-parallel ranks must divide, besides the vocabulary."""
     sizes = {"n_heads": args.n_heads, "n_kv_heads": args.kv_heads}
@@ -78,16 +53,17 @@ def tensor_sizes(args: ExpertArgs) -> dict[str, int]:
     return sizes
 
 
-def expert_spec(name: str, flavors: Mapping[str, Any], **different: Any) -> ModelSpec:
+def expert_spec(
+    name: str, flavors: Mapping[str, Any], hf: HFTable | None = None, **different: Any
+) -> ModelSpec:
     """Return the spec of a family of decoders with experts.
 
-    different: fields of `ModelSpec` that are not as Mixtral's.
+    hf: as for `decoder_spec`. different: fields of `ModelSpec` that are not as Mixtral's.
     """
     common = {
         "build": imported_when_called("titanlite.models.experts.layer:MoEDecoder"),
-        "init_rule": init_rule,
-        "tensor_plan": tensor_plan,
+        "block_plan": block_plan,
         "tensor_sizes": tensor_sizes,
         "experts": experts_of,
     }
-    return llama.decoder_spec(name, flavors, **{**common, **different})
+    return llama.decoder_spec(name, flavors, hf, **{**common, **different})

@@ -44,12 +44,14 @@ class MoE(nn.Module):
     way.
     """
 
+    experts_class: type[Experts] = Experts
+
     def __init__(self, args: ExpertArgs) -> None:
         super().__init__()
-        self.routing = Routing.of(args)
+        self.routing = Routing(args)
         self.scales_input = args.scales_input
         self.gate = nn.Linear(args.dim, args.n_experts, bias=args.router_bias)
-        self.experts = self.make_experts(args)
+        self.experts = self.experts_class(args.n_experts, args.dim, args.expert_width)
         self.shared = SharedExperts(args) if args.shared_width else None
         # Never rounded: `fully_shard` casts weights, and no buffer.
         bias = torch.empty(args.n_experts, dtype=torch.float32) if args.expert_bias else None
@@ -62,10 +64,6 @@ class MoE(nn.Module):
         self.record: Tensor | None = None
         self.load: Tensor | None = None
         self.init_buffers()
-
-    def make_experts(self, args: ExpertArgs) -> nn.Module:
-        """Return the experts; a family whose experts differ overrides it."""
-        return Experts(args.n_experts, args.dim, args.expert_width)
 
     def init_buffers(self) -> None:
         """Set the bias of all experts to zero, with which training begins."""
@@ -94,7 +92,7 @@ class MoE(nn.Module):
         # A loss without a weight is only recorded: no kernel for a gradient of zeros.
         logits = logits if self.z_weight else logits.detach()
         scores = choice.scores if self.aux_weight else choice.scores.detach()
-        if self.routing.score == "sigmoid":
+        if self.routing.args.score == "sigmoid":
             # Shares of a token, as probabilities are.
             scores = scores / scores.sum(-1, keepdim=True)
         balance, z = router_losses(logits, scores, counts)
@@ -112,15 +110,16 @@ class MoE(nn.Module):
         return weights
 
 
-def feed_forward(args: ExpertArgs) -> nn.Module:
-    """Return the feed-forward of a block: an MoE layer, or a dense one where it has no experts."""
-    return MoE(args) if args.n_experts else FeedForward(args)
-
-
 class MoEBlock(Block):
-    """A block whose feed-forward is an MoE layer, or dense where it has none."""
+    """A block whose feed-forward is an MoE layer, or dense where it has none.
 
-    feed_forward_class = staticmethod(feed_forward)
+    A subclass names its own `moe_class`.
+    """
+
+    moe_class: type[MoE] = MoE
+
+    def feed_forward_class(self, args: ExpertArgs) -> nn.Module:
+        return self.moe_class(args) if args.n_experts else FeedForward(args)
 
 
 class MoEDecoder(Llama):

@@ -4,7 +4,6 @@ that balance them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,30 +30,11 @@ class Choice(NamedTuple):
     scores: Tensor
 
 
-@dataclass(frozen=True)
 class Routing:
-    """How experts are chosen; `ExpertArgs` tells what the fields mean."""
+    """How experts are chosen, as the arguments of a block tell."""
 
-    top_k: int
-    score: str = "softmax"
-    norm_topk: bool = True
-    route_scale: float = 1.0
-    n_groups: int = 1
-    top_groups: int = 1
-    group_best: int = 2
-
-    @classmethod
-    def of(cls, args: ExpertArgs) -> Routing:
-        """Return the routing of a block with these arguments."""
-        return cls(
-            args.top_k,
-            args.score,
-            args.norm_topk,
-            args.route_scale,
-            args.n_groups,
-            args.top_groups,
-            args.group_best,
-        )
+    def __init__(self, args: ExpertArgs) -> None:
+        self.args = args
 
     def choose(self, logits: Tensor, bias: Tensor | None = None) -> Choice:
         """Choose the experts of each token.
@@ -62,13 +42,13 @@ class Routing:
         logits: [tokens, experts] float32. bias: [experts] float32, added to the scores for the
         choice alone (Wang et al. 2024).
         """
-        scores = logits.sigmoid() if self.score == "sigmoid" else logits.softmax(-1)
-        is_plain = bias is None and self.n_groups == 1
-        if is_plain and self.score != "softmax_of_chosen":
-            weights, experts = scores.topk(self.top_k, -1)
+        scores = logits.sigmoid() if self.args.score == "sigmoid" else logits.softmax(-1)
+        is_plain = bias is None and self.args.n_groups == 1
+        if is_plain and self.args.score != "softmax_of_chosen":
+            weights, experts = scores.topk(self.args.top_k, -1)
         else:
             experts = self._best(logits, scores, bias)
-            values = logits if self.score == "softmax_of_chosen" else scores
+            values = logits if self.args.score == "softmax_of_chosen" else scores
             weights = values.gather(1, experts)
         return Choice(self._weighted(weights), experts, scores)
 
@@ -76,12 +56,12 @@ class Routing:
     def _best(self, logits: Tensor, scores: Tensor, bias: Tensor | None) -> Tensor:
         """Return the experts with the highest scores, [tokens, top_k]."""
         # Different logits may have equal probabilities, so without a bias the logits decide.
-        ranking = logits if self.score == "softmax_of_chosen" else scores
+        ranking = logits if self.args.score == "softmax_of_chosen" else scores
         if bias is not None:
             ranking = scores + bias
-        if self.n_groups > 1:
+        if self.args.n_groups > 1:
             ranking = self._within_groups(ranking)
-        return ranking.topk(self.top_k, -1).indices
+        return ranking.topk(self.args.top_k, -1).indices
 
     def _within_groups(self, ranking: Tensor) -> Tensor:
         """Leave out the experts of all but the best `top_groups` groups.
@@ -89,20 +69,20 @@ class Routing:
         A group is as good as its best `group_best` experts together: one (DeepSeek-V2, 2024) or two
         (DeepSeek-V3, 2024).
         """
-        groups = ranking.unflatten(1, (self.n_groups, -1))
-        worth = groups.topk(self.group_best, -1).values.sum(-1)
-        best = worth.topk(self.top_groups, -1).indices
+        groups = ranking.unflatten(1, (self.args.n_groups, -1))
+        worth = groups.topk(self.args.group_best, -1).values.sum(-1)
+        best = worth.topk(self.args.top_groups, -1).indices
         is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
         return groups.masked_fill(is_out[..., None], -torch.inf).flatten(1)
 
     def _weighted(self, weights: Tensor) -> Tensor:
         """Return the weights of the chosen experts from their scores, or logits."""
-        if self.score == "softmax_of_chosen":
+        if self.args.score == "softmax_of_chosen":
             weights = weights.softmax(-1)
-        elif self.norm_topk:
+        elif self.args.norm_topk:
             total = weights.sum(-1, keepdim=True)
-            weights = weights / (total + _TINY if self.score == "sigmoid" else total)
-        return weights if self.route_scale == 1.0 else weights * self.route_scale
+            weights = weights / (total + _TINY if self.args.score == "sigmoid" else total)
+        return weights if self.args.route_scale == 1.0 else weights * self.args.route_scale
 
 
 def router_losses(logits: Tensor, scores: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

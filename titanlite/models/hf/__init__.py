@@ -7,7 +7,6 @@
     documents.py     attention within documents, for `data.mask_documents`
     experts.py       its experts
     names.py         names in files
-    extras.py        what the module asks of chunks.py and documents.py
 
 Parameters have the names of `transformers`. All that the spec says is read from the model itself,
 built on the meta device. `transformers` and torch are imported when such a model is asked for.
@@ -15,6 +14,7 @@ built on the meta device. `transformers` and torch are imported when such a mode
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from titanlite.models.hf.args import HFArgs, args_from_hf, hf_config, read_args
@@ -33,10 +33,12 @@ __all__ = ["HFArgs", "SPEC", "args_from_hf", "config_file", "read_args", "read_c
 
 
 def _build(args: HFArgs) -> Any:
-    from titanlite.models.hf.causal import causal_model
-    from titanlite.models.hf.extras import Extras
+    from titanlite.models.hf.causal import Extras, causal_model
+    from titanlite.models.hf.chunks import loss_of_head
+    from titanlite.models.hf.documents import packed
 
-    return causal_model(args.skeleton.config, Extras(args))
+    extras = Extras(functools.partial(packed, args), loss_of_head)
+    return causal_model(args.skeleton.config, extras)
 
 
 def _why_not(args: HFArgs, key: str) -> str:

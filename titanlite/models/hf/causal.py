@@ -6,19 +6,25 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from titanlite.models.hf.extras import Extras
+
+class Extras(NamedTuple):
+    """What a run asks of a model beside logits of whole rows."""
+
+    #: `titanlite.models.hf.documents.packed`, with the arguments.
+    packed: Callable[[Any, Tensor], contextlib.AbstractContextManager[dict[str, Tensor]]]
+    #: `titanlite.models.hf.chunks.loss_of_head`.
+    loss: Callable[..., Tensor]
 
 
 def causal_model(config: Any, extras: Extras | None = None) -> Any:
     """Return the model of a config on the current default device, as `ModelSpec` wants it.
 
-    extras: for documents, and for a head that computes the loss; None: a model without data, for
-    facts alone.
+    extras: None for a model without data, for facts alone.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -82,7 +88,9 @@ def _logits_class(cls: Any) -> Any:
 
 def _logits(model: Any, tokens: Tensor, doc_ids: Tensor | None) -> Tensor:
     """Return the logits as the class of `transformers` computes them."""
-    context = _unpacked() if doc_ids is None else model.extras.packed(model, doc_ids)
+    context: contextlib.AbstractContextManager[dict[str, Tensor]] = _unpacked()
+    if doc_ids is not None:
+        context = model.extras.packed(model, doc_ids)
     with context as more:
         logits: Tensor = model.plain_forward(input_ids=tokens, use_cache=False, **more).logits
     return logits

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -164,6 +165,19 @@ def within(doc_ids: Tensor, way: str) -> Iterator[dict[str, Tensor]]:
     finally:
         masks.find_packed_sequence_indices = plain
         _documents.reset(token)
+
+
+def packed(args: HFArgs, model: Any, doc_ids: Tensor) -> AbstractContextManager[dict[str, Tensor]]:
+    """Let attention of a model stop at documents; return the arguments that its call needs.
+
+    doc_ids: [batch, seq] int. Raises ValueError if it cannot.
+    """
+    way, reason = way_of(args)
+    if not way:
+        raise ValueError(f"attention cannot stop at documents: {reason}")
+    if way == VARLEN and model.config._attn_implementation != NAME:
+        exchange(model)
+    return within(doc_ids, way)
 
 
 # Which way a model can go
