@@ -70,7 +70,6 @@ _NO_TRAINING = (
     "--sample.seed=0",
     "--checkpoint.hub_ema=false",
     "--checkpoint.hub_private",
-    "--launch.system=",
     "--launch.role=",
     "--launch.channels={}",
     "--launch.checkpoint_s3=",
