@@ -563,7 +563,7 @@ def environment(repository: Path) -> dict[str, str]:
 
 
 #: They replace code of torch, and torch's calls pass through them: no reader of a save meets them.
-STAND_INS = ("parallel/one_rank.py",)
+STAND_INS = ("parallel/fsdp_one_rank.py",)
 
 
 def traced_run(repository: Path) -> dict[str, list[str]]:

@@ -25,7 +25,7 @@ from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.listing import Place
 from titanlite.data.records import Columns
-from titanlite.data.shards import url_text
+from titanlite.data.stream_files import url_text
 from titanlite.data.text import build_dataset
 from titanlite.data.text_files import TextFiles
 from titanlite.data.tokenizer import load_tokenizer
@@ -176,11 +176,11 @@ def test_an_empty_file_that_is_read_at_the_start_is_named(server: HubServer) -> 
 
 CLIENT = """
 import json, os
-from titanlite.config.text_names import HubText, hub_text
+from titanlite.config.dataset_names import HubText, hub_text
 from titanlite.data import DataError
 from titanlite.data.records import Columns
 from titanlite.data.text_files import TextFiles
-from titanlite.data.shards import hub_files
+from titanlite.data.stream_files import hub_files
 
 os.environ["HF_TOKEN"] = "hf_right"
 found = {}
