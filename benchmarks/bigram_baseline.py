@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from titanlite.data.corpus import tokenize
 from titanlite.data.text_files import BUNDLED, list_files
+from titanlite.data.tokenize_files import tokenize
 from titanlite.data.tokenizer import load_tokenizer
 
 

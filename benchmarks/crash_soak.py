@@ -41,7 +41,7 @@ from benchmarks.local_tier import SHARED_EVERY, LocalTier, change_a_bit  # noqa:
 from tests.support.ranks import TIMEOUT_SECONDS, Ranks, check, train  # noqa: E402
 from tests.support.train_runs import batches  # noqa: E402
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, step_folder, steps_in  # noqa: E402
-from titanlite.checkpoint.paths import AnyPath, StorePath, entries, files_in  # noqa: E402
+from titanlite.checkpoint.store_paths import AnyPath, StorePath, entries, files_in  # noqa: E402
 from titanlite.runs.jsonl import read_metrics  # noqa: E402
 
 

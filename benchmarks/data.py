@@ -42,7 +42,7 @@ def titanlite_files(shards: list[Path], tokenizer: Path, workers: int = 0) -> It
     """The text that a run tokenizes at its start."""
     import numpy as np
 
-    from titanlite.data.corpus import tokenize
+    from titanlite.data.tokenize_files import tokenize
     from titanlite.data.tokenizer import load_tokenizer
 
     ours = load_tokenizer(str(tokenizer))

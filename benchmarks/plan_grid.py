@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 
-from titanlite.cli.plan.trace import trace
+from titanlite.cli.plan.memory_trace import trace
 from titanlite.plan.memory import estimate
 from titanlite.resolve.load import check_config
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.plan.measured import CASES, measure, planned  # noqa: E402
 from tests.support.pool import Pools  # noqa: E402
-from titanlite.cli.plan.trace import trace  # noqa: E402
+from titanlite.cli.plan.memory_trace import trace  # noqa: E402
 from titanlite.plan.memory import estimate  # noqa: E402
 from titanlite.plan.parts import PARTS, Moment, RankMemory  # noqa: E402
 

@@ -181,7 +181,7 @@ def take_turns(started: list[Running]) -> list[Run]:
 
 
 def run_titanlite(cell: Cell, steps: int, scratch: Path) -> Running:
-    from titanlite.dist.process import TUNABLES
+    from titanlite.dist.process_settings import TUNABLES
 
     flags = {
         "job.config_file": "debug_model.toml",

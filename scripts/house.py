@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 #: Most tokens of the files that docs/architecture.md names as those to read first.
-READING_TOKENS = 26_400
+READING_TOKENS = 17_000
 #: Modules whose functions may take the whole config, or the beginnings of their names.
 MAY_TAKE_ALL = (
     "config.",
@@ -563,7 +563,7 @@ def environment(repository: Path) -> dict[str, str]:
 
 
 #: They replace code of torch, and torch's calls pass through them: no reader of a save meets them.
-STAND_INS = ("parallel/one_rank.py",)
+STAND_INS = ("parallel/fsdp_one_rank.py",)
 
 
 def traced_run(repository: Path) -> dict[str, list[str]]:

@@ -16,17 +16,17 @@ import pytest
 from fsspec.registry import _registry
 
 from tests.support.processes import ROOT
-from titanlite.checkpoint import paths
-from titanlite.checkpoint.paths import StoreError, to_path
+from titanlite.checkpoint import store_paths
+from titanlite.checkpoint.store_paths import StoreError, to_path
 from titanlite.cli.hub.tensors import compare_ids
 from titanlite.config.checks import TRACKER_PACKAGES, missing_packages
+from titanlite.config.dataset_names import hub_text
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.config.text_names import hub_text
 from titanlite.data import DataError
 from titanlite.data.listing import Place
 from titanlite.data.remote import open_file
-from titanlite.data.shards import hub_files, url_text
+from titanlite.data.stream_files import hub_files, url_text
 from titanlite.models.hf import read_config
 from titanlite.models.spec import ShapeError
 from titanlite.resolve.load import check_alone
@@ -118,7 +118,7 @@ def hide(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
             monkeypatch.delitem(_registry, protocol, raising=False)
 
     # Another test of this process may have opened a store.
-    monkeypatch.setattr(paths, "_filesystem", paths._filesystem.__wrapped__)
+    monkeypatch.setattr(store_paths, "_filesystem", store_paths._filesystem.__wrapped__)
     return hidden
 
 

@@ -38,13 +38,13 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.models.spec import ModelSpec as ModelSpec
     from titanlite.models.spec import Size as Size
     from titanlite.optim.adamw import AnyPrecisionAdamW as AnyPrecisionAdamW
-    from titanlite.optim.bad_steps import BadStepError as BadStepError
+    from titanlite.optim.bad_step_errors import BadStepError as BadStepError
     from titanlite.optim.guard import FiniteGuard as FiniteGuard
     from titanlite.parallel.activation_checkpoint import apply_ac as apply_ac
     from titanlite.parallel.compile import apply_compile as apply_compile
     from titanlite.parallel.fsdp import apply_fsdp as apply_fsdp
+    from titanlite.parallel.fsdp_groups import groups_by_class as groups_by_class
     from titanlite.parallel.tensor import apply_tp as apply_tp
-    from titanlite.parallel.wrapping import groups_by_class as groups_by_class
     from titanlite.resolve.load import load_config as load_config
     from titanlite.run.config import RunConfig as RunConfig
     from titanlite.step import PlainRunner as PlainRunner
@@ -68,7 +68,7 @@ _PUBLIC = {
     "run.config": ["RunConfig"],
     "resolve.load": ["load_config"],
     "optim.guard": ["FiniteGuard"],
-    "optim.bad_steps": ["BadStepError"],
+    "optim.bad_step_errors": ["BadStepError"],
     "models.spec": ["Cost", "Init", "ModelSpec", "Size"],
     "optim.adamw": ["AnyPrecisionAdamW"],
     "parallel.activation_checkpoint": ["apply_ac"],
@@ -76,7 +76,7 @@ _PUBLIC = {
     "dist.dist_env": ["DistEnv"],
     "parallel.fsdp": ["apply_fsdp"],
     "parallel.tensor": ["apply_tp"],
-    "parallel.wrapping": ["groups_by_class"],
+    "parallel.fsdp_groups": ["groups_by_class"],
     "assembly.rank_checks": ["check_ranks"],
     "assembly.datasets": ["Datasets", "read_datasets"],
     "dist.signals": ["StopSignal"],

@@ -23,7 +23,7 @@ from titanlite.exit_codes import is_of_collectives, no_exit, own_code
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.paths import AnyPath
+    from titanlite.checkpoint.store_paths import AnyPath
     from titanlite.dist.signals import StopSignal
     from titanlite.step import StepResult
     from titanlite.trainer import Trainer

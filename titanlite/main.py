@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from titanlite import exit_codes
 from titanlite.assembly import failure
-from titanlite.assembly.supported import system_problem
+from titanlite.assembly.tested_machines import system_problem
+from titanlite.config.dotted_keys import dotted_paths
 from titanlite.config.errors import ConfigError
-from titanlite.config.extensions import dotted_paths
 from titanlite.dist import ParallelismError
 from titanlite.dist.launch_env import read_launch_env
 from titanlite.dist.signals import (
@@ -178,7 +178,7 @@ class _Rank:
         """
         from titanlite.assembly.build import build
         from titanlite.dist.dist_env import connect_store
-        from titanlite.dist.process import keep_freed_memory
+        from titanlite.dist.process_settings import keep_freed_memory
 
         callbacks = self.load_code()
         # Before what takes longer on one rank than on another.

@@ -154,7 +154,7 @@ class TrainStep:
         """Raise ParallelismError for a model that ranks with other tokens would train apart."""
         ranks = dist.get_world_size() // self.factors.tokens if dist.is_initialized() else 1
         if ranks > 1:
-            from titanlite.parallel.summed import check_summed
+            from titanlite.parallel.gradient_sum_check import check_summed
 
             check_summed(self.model, ranks)
 

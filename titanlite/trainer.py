@@ -19,7 +19,7 @@ from titanlite.data import file_stamps
 from titanlite.data.loader import Batch, Fetched, gather_state, to_device
 from titanlite.dist.dist_env import log_once
 from titanlite.dist.signals import StopRequested, StopSignal
-from titanlite.optim.bad_steps import BadStepError
+from titanlite.optim.bad_step_errors import BadStepError
 from titanlite.utils import human_time, logger
 from titanlite.validation import ValidationResult
 

@@ -25,7 +25,7 @@ from titanlite.step import ReplicationFactors, Runner
 from titanlite.utils import counted, logger, note_progress, progress_text
 
 if TYPE_CHECKING:
-    from titanlite.data.held_out import PassLoader
+    from titanlite.data.validation_loader import PassLoader
 
 
 def validate(

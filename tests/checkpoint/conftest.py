@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import s3
 from tests.support.s3 import Storage
-from titanlite.checkpoint.paths import AnyPath, StorePath
+from titanlite.checkpoint.store_paths import AnyPath, StorePath
 
 S3 = pytest.param("s3", marks=pytest.mark.slow)
 

@@ -15,8 +15,8 @@ from tests.support.processes import python
 from titanlite import exit_codes
 from titanlite.checkpoint import manifest as manifest_module
 from titanlite.checkpoint.manifest import REASON, parse_manifest, steps_in
-from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.retention import begin
+from titanlite.checkpoint.store_paths import AnyPath, StorePath
 from titanlite.cli.hub.tensors import Contents, measure
 from titanlite.cli.main import main
 from titanlite.utils import human_bytes

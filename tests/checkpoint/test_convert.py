@@ -19,7 +19,7 @@ from tests.support.processes import python
 from tests.support.s3 import Storage
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError
-from titanlite.checkpoint.paths import AnyPath
+from titanlite.checkpoint.store_paths import AnyPath
 from titanlite.cli.hub.convert import convert, open_source
 from titanlite.cli.hub.tensors import Contents
 from titanlite.cli.main import main

@@ -26,12 +26,12 @@ from tests.support.hf import config_flags, train_losses, written
 from tests.support.pool import Pools
 from tests.support.s3 import Storage
 from tests.support.whole_runs import train_run
-from titanlite.checkpoint.foreign import WeightsReader, as_manifest, open_weights
+from titanlite.checkpoint.foreign_formats import WeightsReader, as_manifest, open_weights
 from titanlite.checkpoint.hf_save import begin_folder, save_hf
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, last_hf_step
-from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.storage import Save, describe, on_rank_0
+from titanlite.checkpoint.store_paths import AnyPath, StorePath
 from titanlite.cli.hub.convert import convert, open_source
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.dist.dist_env import DistEnv

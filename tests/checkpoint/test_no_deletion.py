@@ -12,8 +12,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.support.checkpoints import MANIFEST, SHARD, options
 from titanlite.checkpoint.manifest import find, steps_in
-from titanlite.checkpoint.paths import StoreError, StorePath
 from titanlite.checkpoint.retention import Deleter, begin, clear_leftovers, prune, publish
+from titanlite.checkpoint.store_paths import StoreError, StorePath
 from titanlite.runs.lock import LockedError, RunLock
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from titanlite.checkpoint.errors import CheckpointError
-from titanlite.checkpoint.foreign import open_weights
+from titanlite.checkpoint.foreign_formats import open_weights
 from titanlite.models import get_spec
 
 SPEC = get_spec("llama3")

@@ -20,7 +20,6 @@ from titanlite.checkpoint.manifest import (
     marked_folder,
     steps_in,
 )
-from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.retention import (
     Deleter,
     begin,
@@ -35,6 +34,7 @@ from titanlite.checkpoint.retention import (
     unpublish,
 )
 from titanlite.checkpoint.schedule import SaveSchedule
+from titanlite.checkpoint.store_paths import AnyPath, StorePath
 from titanlite.cli.checkpoint_folders import list_checkpoints, remove
 
 

@@ -47,8 +47,8 @@ from titanlite.checkpoint.manifest import (
     read_manifest,
     steps_in,
 )
-from titanlite.checkpoint.paths import AnyPath, StoreError, StorePath
 from titanlite.checkpoint.retention import leftovers
+from titanlite.checkpoint.store_paths import AnyPath, StoreError, StorePath
 from titanlite.cli.checkpoint_folders import verify
 from titanlite.cli.hub.tensors import Contents
 from titanlite.dist.dist_env import DistEnv

@@ -17,7 +17,7 @@ from tests.support.processes import python
 from titanlite import exit_codes
 from titanlite.assembly.folders import lock_folders
 from titanlite.checkpoint.manifest import CheckpointError
-from titanlite.checkpoint.paths import StoreError, StorePath, entries, to_path
+from titanlite.checkpoint.store_paths import StoreError, StorePath, entries, to_path
 from titanlite.cli.main import main
 from titanlite.config.load import load
 from titanlite.config.sections import Checkpoint
@@ -65,7 +65,7 @@ def test_large_objects_are_written_and_read_in_parts(
     bucket: s3.Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Larger than what is sent and fetched at a time, read across the borders."""
-    monkeypatch.setattr("titanlite.checkpoint.paths._PART", 5 << 20)
+    monkeypatch.setattr("titanlite.checkpoint.store_paths._PART", 5 << 20)
     content = os.urandom((11 << 20) + 17)
     path = bucket.path / "large"
     with path.open("wb") as stream:
@@ -130,7 +130,7 @@ def test_of_runs_that_start_together_one_holds_a_url_and_a_killed_one_is_taken_o
 ) -> None:
     code = (
         "import sys, os, signal; from titanlite.runs.lock import RunLock; "
-        "from titanlite.checkpoint.paths import StorePath; "
+        "from titanlite.checkpoint.store_paths import StorePath; "
         "RunLock(StorePath(sys.argv[1])).__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     python("-c", code, bucket.root, env=bucket.environment)

@@ -8,9 +8,9 @@ import numpy as np
 
 from tests.support.commands import Command
 from tests.support.texts import TOKENIZER, rows_of, write_records
-from titanlite.data.corpus import tokenize
 from titanlite.data.rows import IGNORE
 from titanlite.data.text_files import iter_records, list_files
+from titanlite.data.tokenize_files import tokenize
 
 
 def test_peek_shows_what_the_model_sees(tmp_path: Path, command: Command) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import pytest
 
 from tests.support.hf import bundled_as_json
-from titanlite.assembly.first_look import first_look
+from titanlite.assembly.early_text_check import first_look
 from titanlite.cli import train as train_command
 from titanlite.cli.main import main
 from titanlite.data import tokenizer

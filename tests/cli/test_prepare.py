@@ -23,12 +23,12 @@ from tests.support.processes import ended, environment, titanlite
 from tests.support.shards import TEXTS, write_c4
 from tests.support.texts import TOKENIZER, contents, rows_of, write_records
 from titanlite.cli import main as cli
-from titanlite.data.corpus import tokenize
 from titanlite.data.prepared_tokens import checksum_of, fingerprint_of
 from titanlite.data.rows import IGNORE
 from titanlite.data.text_files import BUNDLED, iter_records, list_files
 from titanlite.data.token_files import TokenFiles
 from titanlite.data.token_paths import INDEX
+from titanlite.data.tokenize_files import tokenize
 from titanlite.runs.lock import RunLock
 
 

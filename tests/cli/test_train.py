@@ -12,7 +12,7 @@ from tests.support.processes import ROOT, python
 from titanlite import exit_codes
 from titanlite.cli import train
 from titanlite.cli.main import main
-from titanlite.dist.process import TUNABLES
+from titanlite.dist.process_settings import TUNABLES
 
 
 @pytest.fixture

@@ -40,11 +40,11 @@ from tests.support.golden_run import MORE, GoldenRun
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.cli.command_table import make_parser
-from titanlite.cli.eval_text import config_of, read_texts
+from titanlite.cli.eval_losses import config_of, read_texts
 from titanlite.cli.main import main, split_flags
 from titanlite.config import trust
 from titanlite.contrib.hub.command import export
-from titanlite.contrib.hub.weights import find_weights
+from titanlite.contrib.hub.find_weights import find_weights
 from titanlite.data import DataError
 
 ROOT = Path(__file__).resolve().parents[2] / "titanlite"
@@ -84,7 +84,7 @@ REASONS = {
     "config schema": "reads no file",
     "config template": "reads no file",
     "data peek": OWN,
-    "data verify": "reads numbers; an index that names files elsewhere: tests/data/test_token_checks.py",  # noqa: E501
+    "data verify": "reads numbers; an index that names files elsewhere: tests/data/test_token_integrity.py",  # noqa: E501
     "data prepare": (
         "reads texts; test_a_chain_of_urls_is_refused, templates: "
         "test_a_template_cannot_leave_its_sandbox"
@@ -136,7 +136,7 @@ def _start(words: list[str]) -> int:
     """
     if words[0] not in ("push", "eval"):
         return main(words)
-    from titanlite.cli.eval_text import evaluate_rank
+    from titanlite.cli.eval_losses import evaluate_rank
     from titanlite.cli.loading import load_model
     from titanlite.config.errors import ConfigError
 
@@ -434,7 +434,7 @@ def test_a_chain_of_urls_is_refused(tmp_path: Path) -> None:
     from titanlite.config.urls import chain_problem
     from titanlite.data.listing import Place
     from titanlite.data.remote import open_file
-    from titanlite.data.shards import url_text
+    from titanlite.data.stream_files import url_text
 
     references = tmp_path / "references.json"
     references.write_text(json.dumps({"version": 1, "refs": {"x": "another text"}}))
@@ -537,7 +537,7 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
         "dist/agents.py",
         # The names of a fixed list, and entry points of packages that the user has installed.
         "doors.py",
-        "checkpoint/foreign.py",
+        "checkpoint/foreign_formats.py",
         "cli/launch.py",
         "cli/plan/plan.py",
     }

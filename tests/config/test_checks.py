@@ -15,10 +15,10 @@ from tests.support.pool import free_port
 from tests.support.refusals import refusal, refusals
 from tests.support.tiny import KEPT_TOKENS
 from titanlite import exit_codes, main
+from titanlite.config.dataset_names import BUNDLED_IDS
 from titanlite.config.errors import Problem
 from titanlite.config.load import load
 from titanlite.config.rules import divisors
-from titanlite.config.text_names import BUNDLED_IDS
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.resolve.load import check_config, load_config, resolve
 

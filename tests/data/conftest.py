@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.shards import write_shards
 from tests.support.texts import make_corpus
-from titanlite.data.corpus import Corpus
+from titanlite.data.tokenize_files import Corpus
 
 
 @pytest.fixture

@@ -18,13 +18,13 @@ from tests.support.shards import encode, first_rows, make_stream, write_shards
 from tests.support.texts import make_corpus
 from titanlite.data import DataError, EndOfData, best_fit, loader
 from titanlite.data.best_fit import BestFitDataset
-from titanlite.data.corpus import Corpus
 from titanlite.data.hashes import batch_hash
 from titanlite.data.loader import Batch, TrainLoader
 from titanlite.data.records import Record
 from titanlite.data.rows import IGNORE, Row, max_documents
 from titanlite.data.sequences import PackedDataset
 from titanlite.data.stream import StreamRows
+from titanlite.data.tokenize_files import Corpus
 
 
 def rows(dataset: PackedDataset, first: int, end: int) -> list[Row]:

@@ -13,8 +13,8 @@ import pytest
 from tests.support.texts import write_texts
 from titanlite.data import DataError
 from titanlite.data import corpus as corpus_module
-from titanlite.data.corpus import tokenize
 from titanlite.data.text_files import BUNDLED, Record, iter_records, list_files
+from titanlite.data.tokenize_files import tokenize
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, Tokenizer, load_tokenizer
 from titanlite.data.tokenizer.tiktoken_ranks import TiktokenTokenizer, parse_ranks
 

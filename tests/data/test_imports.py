@@ -27,17 +27,16 @@ print(json.dumps(sorted(name for name in sys.modules if name.startswith("titanli
 #: Local text that is held as a whole, from one source, split into rows.
 _PLAIN = [
     "",
-    "choose",
+    "choose_files",
     "compression",
-    "corpus",
-    "course",
     "empty_files",
+    "file_kinds",
     "file_stamps",
     "formats",
-    "kinds",
     "listing",
     "loader",
     "local_files",
+    "named_texts",
     "prefetch",
     "records",
     "rows",
@@ -45,16 +44,17 @@ _PLAIN = [
     "skip_ranges",
     "splits",
     "state",
+    "step_sizes",
     "text",
     "text_files",
-    "text_keys",
     "text_report",
     "threads",
     "token_cache",
     "token_paths",
+    "tokenize_files",
     "tokenizer",
     "tokenizer.base",
-    "tokenizer.local",
+    "tokenizer.load_local",
     "tokenizer.tiktoken_ranks",
 ]
 
@@ -69,7 +69,7 @@ def test_a_run_of_plain_text_imports_no_module_of_another_kind_of_text(tmp_path:
 
 
 def test_the_check_of_a_config_imports_no_reader() -> None:
-    assert _modules(_CHECK) == ["", "course", "text_keys", "token_paths"]
+    assert _modules(_CHECK) == ["", "named_texts", "step_sizes", "token_paths"]
 
 
 def _modules(program: str, *words: str) -> list[str]:

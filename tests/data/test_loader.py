@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from titanlite.data import DataError, EndOfData
-from titanlite.data.corpus import Corpus
 from titanlite.data.hashes import add_hashes, batch_hash, step_hash
-from titanlite.data.held_out import ValidationLoader
 from titanlite.data.loader import Batch, TrainLoader
 from titanlite.data.rows import IGNORE
 from titanlite.data.sequences import PackedDataset
 from titanlite.data.skip_ranges import before, count, merged, served_already, take, without
+from titanlite.data.tokenize_files import Corpus
+from titanlite.data.validation_loader import ValidationLoader
 
 SEQ = 16
 SKIP = [(6, 18), (26, 29)]

@@ -17,15 +17,15 @@ from titanlite.assembly.datasets import phases_of, read_datasets
 from titanlite.checkpoint.resume import load_text
 from titanlite.config.data_sections import DataPhase
 from titanlite.data import DataError, EndOfData
-from titanlite.data.course import Course, StepSize
 from titanlite.data.loader import Fetched, TrainLoader
 from titanlite.data.mixtures.figures import RowLosses, SourceFigures
 from titanlite.data.mixtures.mixed_rows import MixedRows
 from titanlite.data.phases import Phases
 from titanlite.data.skip_ranges import skip_to, take
+from titanlite.data.step_sizes import Course, StepSize
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.anomalies import AnomalyLog
-from titanlite.optim.bad_steps import BadStepError
+from titanlite.optim.bad_step_errors import BadStepError
 from titanlite.optim.schedule import LearningRate, Schedule
 from titanlite.resolve.load import load_config
 from titanlite.step import ReplicationFactors

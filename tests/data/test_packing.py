@@ -15,10 +15,10 @@ from tests.support.texts import write_texts
 from titanlite.config.data_sections import Data, Validation
 from titanlite.config.sections import Training
 from titanlite.data import DataError, EndOfData
-from titanlite.data.corpus import Corpus
 from titanlite.data.rows import IGNORE
 from titanlite.data.sequences import GAMMA, MASK, PackedDataset, epoch_order, mix
 from titanlite.data.text import TextReader, build_dataset
+from titanlite.data.tokenize_files import Corpus
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, Tokenizer, load_tokenizer
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, TiktokenTokenizer, parse_ranks
 

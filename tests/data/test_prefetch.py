@@ -16,12 +16,12 @@ import torch
 
 from tests.support.processes import python
 from titanlite.data import DataError
-from titanlite.data.corpus import Corpus
 from titanlite.data.hashes import add_hashes, batch_hash
-from titanlite.data.held_out import ValidationLoader
 from titanlite.data.loader import Batch, TrainLoader
 from titanlite.data.prefetch import THREAD, Prefetcher
 from titanlite.data.sequences import PackedDataset
+from titanlite.data.tokenize_files import Corpus
+from titanlite.data.validation_loader import ValidationLoader
 
 SEQ = 16
 GLOBAL = 12

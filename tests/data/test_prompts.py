@@ -19,13 +19,13 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
 from titanlite.config.sections import Training
 from titanlite.data import DataError
-from titanlite.data.corpus import tokenize
-from titanlite.data.own_text import own_records
 from titanlite.data.records import Columns
 from titanlite.data.rows import IGNORE
 from titanlite.data.text import build_dataset
 from titanlite.data.text_files import BUNDLED, columns_of, iter_records, list_files
+from titanlite.data.text_function import own_records
 from titanlite.data.token_cache import load_corpus
+from titanlite.data.tokenize_files import tokenize
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.dist.dist_env import DistEnv
 from titanlite.resolve.load import load_config
@@ -79,7 +79,9 @@ def test_threads_chunks_and_caches_keep_targets(
     firsts = whole.targets[whole.offsets[:-1]]
     assert firsts.tolist() == [bool(i % 3) for i in range(60)]
     assert whole.targets[whole.offsets[1:] - 1].all()
-    monkeypatch.setattr("titanlite.data.corpus._CHUNK", 5)  # some chunks have no prompt at all
+    monkeypatch.setattr(
+        "titanlite.data.tokenize_files._CHUNK", 5
+    )  # some chunks have no prompt at all
     cache = str(tmp_path / "cache")
     for found in (read(workers=2), read(cache), read(cache)):
         assert np.array_equal(found.targets, whole.targets)

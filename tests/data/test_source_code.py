@@ -14,8 +14,8 @@ from titanlite.config.data_sections import Data, Validation
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Training
 from titanlite.data import DataError
-from titanlite.data.choose import choose
-from titanlite.data.kinds import SOURCE_SUFFIXES
+from titanlite.data.choose_files import choose
+from titanlite.data.file_kinds import SOURCE_SUFFIXES
 from titanlite.data.listing import FoundFile, Listing, Place
 from titanlite.data.local_files import list_text
 from titanlite.data.text import TextReader, build_dataset

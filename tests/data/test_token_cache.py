@@ -20,9 +20,9 @@ from tests.support.texts import write_texts
 from titanlite.config.data_sections import Data, Validation
 from titanlite.config.sections import Training
 from titanlite.data import DataError, token_cache
-from titanlite.data.corpus import Corpus, tokenize
 from titanlite.data.text import TextReader, build_dataset
 from titanlite.data.token_cache import load_corpus
+from titanlite.data.tokenize_files import Corpus, tokenize
 from titanlite.data.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer()
@@ -219,7 +219,7 @@ PROGRAM = """
 import logging, resource, sys, time
 from pathlib import Path
 from titanlite.data import token_cache
-from titanlite.data.corpus import tokenize
+from titanlite.data.tokenize_files import tokenize
 from titanlite.data.tokenizer import load_tokenizer
 
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.support.pool import Pools
-from titanlite.cli.plan.trace import trace
+from titanlite.cli.plan.memory_trace import trace
 from titanlite.config.errors import ConfigError
 from titanlite.dist.dist_env import DistEnv
 from titanlite.features.lora.digests import digest_of_tensor, digests_of

@@ -33,10 +33,10 @@ from tests.support.whole_runs import losses_of, make_trainer, outcome_of, scalar
 from titanlite import exit_codes
 from titanlite.cli.main import main
 from titanlite.cli.runs import _as_json
-from titanlite.config.claims import config_claims
 from titanlite.config.errors import ConfigError
 from titanlite.config.idle_keys import idle_keys
 from titanlite.config.load import load
+from titanlite.config.trust_claims import config_claims
 from titanlite.dist.dist_env import DistEnv
 from titanlite.runs.read import read_run
 

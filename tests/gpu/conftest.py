@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from titanlite.dist.dist_env import DistEnv
-from titanlite.optim.bad_steps import BadStepError
+from titanlite.optim.bad_step_errors import BadStepError
 
 NULL_GPU = "libnullgpu" in os.environ.get("LD_PRELOAD", "")
 

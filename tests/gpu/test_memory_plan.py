@@ -15,7 +15,7 @@ from tests.support.words import listening
 from titanlite.assembly.build import build
 from titanlite.dist.dist_env import DistEnv
 from titanlite.exit_codes import OUT_OF_MEMORY, code_of
-from titanlite.plan.runtime import memory_report
+from titanlite.plan.out_of_memory import memory_report
 from titanlite.resolve.load import load_config
 from titanlite.trainer import Trainer
 

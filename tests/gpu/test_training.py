@@ -37,7 +37,7 @@ from titanlite.data.loader import to_device
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import get_spec
 from titanlite.models.spec import Init
-from titanlite.optim.bad_steps import BadStepError
+from titanlite.optim.bad_step_errors import BadStepError
 from titanlite.optim.guard import FiniteGuard
 from titanlite.parallel.init import ROWS, fill
 

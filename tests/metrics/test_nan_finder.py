@@ -18,7 +18,7 @@ from titanlite.config.sections import ActivationCheckpoint, Compile
 from titanlite.dist.dist_env import DistEnv
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
-from titanlite.optim.bad_steps import BadStepError
+from titanlite.optim.bad_step_errors import BadStepError
 from titanlite.runs.attempts import read_entries
 from titanlite.step import PlainRunner
 

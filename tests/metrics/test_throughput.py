@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.stand_ins import burn
-from titanlite.data.course import StepSize
+from titanlite.data.step_sizes import StepSize
 from titanlite.metrics import throughput
 from titanlite.metrics.throughput import (
     Throughput,

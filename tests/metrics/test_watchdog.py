@@ -39,7 +39,7 @@ from titanlite.metrics.hang_report import MAX_ROWS, table, verdict
 from titanlite.metrics.rank_state import RankState
 from titanlite.metrics.run_callbacks import Watchdog
 from titanlite.metrics.watchdog import THREAD, HangWatchdog, _stack
-from titanlite.optim.bad_steps import BadStepError
+from titanlite.optim.bad_step_errors import BadStepError
 from titanlite.runs.attempts import read_entries
 from titanlite.utils import note_progress, progress_at
 

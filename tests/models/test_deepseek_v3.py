@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.models.test_families import theirs_of
 from tests.support.llamas import relative, tokens_of
 from tests.support.reference import in_memory
-from titanlite.checkpoint.foreign import open_weights
+from titanlite.checkpoint.foreign_formats import open_weights
 from titanlite.models import get_spec, resolve_args
 from titanlite.models.counts import count_active_parameters
 from titanlite.models.deepseek_v3 import DeepSeekV3Args

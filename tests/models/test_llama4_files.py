@@ -19,7 +19,7 @@ from tests.support.hf_compare import whole
 from tests.support.pool import Pools
 from titanlite import build
 from titanlite.checkpoint.errors import CheckpointError
-from titanlite.checkpoint.foreign import open_weights
+from titanlite.checkpoint.foreign_formats import open_weights
 from titanlite.cli.hub.convert import convert
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import get_spec

@@ -21,7 +21,7 @@ from titanlite.checkpoint.manifest import steps_in
 from titanlite.config.model_sections import Optimizer, OptimizerGroup
 from titanlite.config.sections import Training
 from titanlite.dist.dist_env import DistEnv
-from titanlite.dist.local import local
+from titanlite.dist.local_parts import local
 from titanlite.optim.in_backward import StepInBackward
 
 RUN = Run(*batches(3, 8, 16, 192), [3e-3] * 3)

@@ -11,8 +11,8 @@ import pytest
 
 from titanlite.config.data_sections import DataPhase
 from titanlite.config.errors import ConfigError
-from titanlite.data.course import Progress
 from titanlite.data.phases import Phases
+from titanlite.data.step_sizes import Progress
 from titanlite.optim.schedule import LearningRate, Schedule
 from titanlite.resolve.load import check_config, load_config
 

@@ -25,7 +25,7 @@ from tests.support.processes import ROOT, python
 from titanlite.dist import ParallelismError
 from titanlite.dist.dist_env import DistEnv, patience, set_timeouts
 from titanlite.dist.launch_env import LaunchEnv, read_launch_env
-from titanlite.dist.process import KERNELS, TUNABLES, kernel_order
+from titanlite.dist.process_settings import KERNELS, TUNABLES, kernel_order
 
 
 def _timeouts(world: DistEnv) -> dict[str, timedelta]:
@@ -210,7 +210,7 @@ def test_a_run_on_512_ranks_may_open_a_socket_for_each_in_every_group_and_one_on
 
 _FAULTS = """
 import json, resource, torch
-from titanlite.dist.process import keep_freed_memory
+from titanlite.dist.process_settings import keep_freed_memory
 torch.set_num_threads(1)
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

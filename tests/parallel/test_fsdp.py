@@ -20,7 +20,7 @@ from titanlite.dist import ParallelismError
 from titanlite.dist.dist_env import DistEnv
 from titanlite.optim.guard import FiniteGuard
 from titanlite.parallel.fsdp import apply_fsdp, set_gradient_sync
-from titanlite.parallel.wrapping import groups_by_class
+from titanlite.parallel.fsdp_groups import groups_by_class
 from titanlite.step import PlainRunner, TrainStep
 
 RUN = Run(*batches(1, 8, 16, 192), [1e-3])

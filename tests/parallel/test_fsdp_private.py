@@ -1,6 +1,6 @@
 """The private names of torch's `fully_shard` that titanlite uses on one rank.
 
-A failure here says which name a new torch lacks: see `titanlite/parallel/one_rank.py` for its use.
+A failure here says which name a new torch lacks: `titanlite/parallel/fsdp_one_rank.py` uses it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Memory by formula, against peaks that `titanlite.cli.plan.trace` found."""
+"""Memory by formula, against peaks that `titanlite.cli.plan.memory_trace` found."""
 
 import pytest
 
 from tests.plan.measured import config_of
-from titanlite.cli.plan.trace import trace
+from titanlite.cli.plan.memory_trace import trace
 from titanlite.plan.memory import NoFormula, estimate
 from titanlite.resolve.load import check_config
 

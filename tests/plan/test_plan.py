@@ -161,7 +161,7 @@ def test_the_rank_that_is_asked_for_and_one_that_does_not_exist() -> None:
 
 
 def test_an_exact_plan_has_the_memory_of_the_trace() -> None:
-    from titanlite.cli.plan.trace import trace
+    from titanlite.cli.plan.memory_trace import trace
 
     run = planned("debug_model.toml", 2, "--model.overrides.n_layers=1", "--training.seq_len=64")
     cluster = cluster_of(run, gpu="l4")

@@ -157,7 +157,7 @@ def test_the_command_writes_the_best_settings(
 
 @pytest.mark.slow
 def test_a_trace_confirms_the_best_settings_for_8b_on_8_gpus() -> None:
-    from titanlite.cli.plan.trace import trace
+    from titanlite.cli.plan.memory_trace import trace
 
     found = search(["--job.config_file=llama3_8b.toml"], replace(H100, gpus_per_node=8))
     best = found.ranked[0]

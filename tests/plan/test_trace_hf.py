@@ -13,7 +13,7 @@ from tests.support.hf_compare import flags_of
 from tests.support.pool import Pools
 from tests.support.tiny import KEPT_TOKENS
 from titanlite import build, load_config
-from titanlite.cli.plan.trace import trace
+from titanlite.cli.plan.memory_trace import trace
 from titanlite.data.loader import to_device
 from titanlite.dist.dist_env import DistEnv
 from titanlite.plan.parts import RankMemory

@@ -26,7 +26,7 @@ from titanlite import exit_codes
 from titanlite.assembly.folders import lock_folders
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError
-from titanlite.checkpoint.paths import AnyPath, StorePath
+from titanlite.checkpoint.store_paths import AnyPath, StorePath
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Checkpoint
 from titanlite.dist.dist_env import DistEnv

@@ -15,8 +15,8 @@ from tests.support.harness import Run, batches, build_tiny, full, stepper
 from tests.support.pool import Pools
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, digest_of
-from titanlite.checkpoint.paths import AnyPath, entries
 from titanlite.checkpoint.retention import begin, publish
+from titanlite.checkpoint.store_paths import AnyPath, entries
 from titanlite.cli.hub.tensors import Contents, compare
 from titanlite.config.sections import Checkpoint
 from titanlite.dist.dist_env import DistEnv

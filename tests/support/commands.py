@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.cli.checkpoint_folders import checkpoint_of
-from titanlite.cli.eval_text import config_of, evaluate, read_texts
+from titanlite.cli.eval_losses import config_of, evaluate, read_texts
 from titanlite.dist.dist_env import DistEnv
 from titanlite.validation import ValidationResult
 

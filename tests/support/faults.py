@@ -95,7 +95,7 @@ NO_FAULT = Fault()
 
 def inject(fault: Fault) -> None:
     """Prepare this process for a fault, before it trains."""
-    from titanlite.data.held_out import ValidationLoader
+    from titanlite.data.validation_loader import ValidationLoader
 
     if fault.kind in _SIGNALS:
         _announce_signals()

@@ -24,7 +24,7 @@ from titanlite.config.model_sections import Optimizer
 from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Training
 from titanlite.data.loader import Batch, to_device
 from titanlite.dist.dist_env import DistEnv
-from titanlite.dist.local import plain
+from titanlite.dist.local_parts import plain
 from titanlite.features.float8.gathered import ScalePrecompute
 from titanlite.features.pipeline.runner import Pipeline
 from titanlite.features.pipeline.stages import PipelineModel

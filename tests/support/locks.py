@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from titanlite.checkpoint.paths import AnyPath
+from titanlite.checkpoint.store_paths import AnyPath
 from titanlite.runs.lock import LockedError, RunLock
 
 

@@ -66,5 +66,5 @@ class ProcessState:
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
             config = torch._dynamo.config
-            # `titanlite.assembly.resize` raises it.
+            # `titanlite.assembly.phase_resize` raises it.
             config.recompile_limit = config._config["recompile_limit"].default

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support import s3
 from tests.support.pool import RankPool
-from titanlite.checkpoint.paths import AnyPath, StorePath, _filesystem
+from titanlite.checkpoint.store_paths import AnyPath, StorePath, _filesystem
 
 if TYPE_CHECKING:
     from titanlite.dist.dist_env import DistEnv

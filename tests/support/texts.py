@@ -11,9 +11,9 @@ import pytest
 
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import Training
-from titanlite.data.corpus import Corpus
 from titanlite.data.sequences import PackedDataset
 from titanlite.data.text import build_dataset
+from titanlite.data.tokenize_files import Corpus
 from titanlite.data.tokenizer import load_tokenizer
 
 

@@ -20,7 +20,7 @@ from titanlite.config.load import load_file
 from titanlite.data.rows import Rows
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.signals import StopRequested
-from titanlite.optim.bad_steps import BadStepError
+from titanlite.optim.bad_step_errors import BadStepError
 from titanlite.resolve.load import resolve
 from titanlite.runs.jsonl import read_metrics
 from titanlite.trainer import Trainer

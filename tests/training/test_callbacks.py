@@ -23,7 +23,7 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.signals import StopRequested
-from titanlite.optim.bad_steps import BadStepError
+from titanlite.optim.bad_step_errors import BadStepError
 from titanlite.runs.attempts import read_entries
 from titanlite.trainer import Trainer
 

@@ -18,7 +18,7 @@ from tests.support.pool import Pools
 from titanlite.checkpoint.storage import find_nonfinite
 from titanlite.dist.dist_env import DistEnv
 from titanlite.loss import cross_entropy_sum
-from titanlite.optim.bad_steps import BadStepError
+from titanlite.optim.bad_step_errors import BadStepError
 from titanlite.optim.guard import FiniteGuard
 from titanlite.parallel.tensor import tensor_loss
 

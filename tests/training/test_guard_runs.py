@@ -34,7 +34,7 @@ from titanlite.cli.hub.tensors import Contents, compare
 from titanlite.config.sections import Checkpoint
 from titanlite.dist.dist_env import DistEnv
 from titanlite.loss import cross_entropy_sum
-from titanlite.optim.bad_steps import WeightsError
+from titanlite.optim.bad_step_errors import WeightsError
 from titanlite.resolve.load import load_config
 from titanlite.runs.attempts import read_entries
 

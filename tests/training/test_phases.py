@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.train_runs import TINY, flags, global_batches, rows, saved, train, unequal
 from titanlite.assembly.datasets import read_datasets
-from titanlite.assembly.resize import Resizer
+from titanlite.assembly.phase_resize import Resizer
 from titanlite.config.data_sections import DataPhase
 from titanlite.config.run_sections import Comm, Stall
 from titanlite.data.hashes import add_hashes

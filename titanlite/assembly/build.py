@@ -23,12 +23,12 @@ from titanlite.assembly.datasets import Datasets, read_datasets
 from titanlite.assembly.loaders import LoaderParts, build_loaders
 from titanlite.assembly.model import ModelParts, build_model, build_step
 from titanlite.assembly.own_callbacks import load_callbacks
+from titanlite.assembly.phase_resize import Resizer
 from titanlite.assembly.preflight import check_model
-from titanlite.assembly.resize import Resizer
 from titanlite.callbacks import Callback, Callbacks
 from titanlite.config.errors import unfit
-from titanlite.data.course import FRESH, Course, StepSize
 from titanlite.data.prefetch import Prefetcher
+from titanlite.data.step_sizes import FRESH, Course, StepSize
 from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics.console import ensure_console
 from titanlite.optim.schedule import LearningRate

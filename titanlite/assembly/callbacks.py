@@ -143,7 +143,7 @@ def _peak_flops(parts: TrainingComponents) -> float | None:
 
 def _peak_check(parts: TrainingComponents) -> Callback:
     from titanlite.plan.memory import with_vocabulary
-    from titanlite.plan.peak import PeakCheck
+    from titanlite.plan.peak_check import PeakCheck
 
     planned = with_vocabulary(parts.run, parts.datasets.tokenizer.vocab_size)
     return PeakCheck(planned, torch.cuda.max_memory_allocated)

@@ -35,7 +35,7 @@ def explain(error: Exception, run: RunConfig, asked: LoadedConfig, verdict: str)
 
     asked: has the places of the keys. verdict: of the hang watchdog.
     """
-    from titanlite.optim.bad_steps import BadStepError
+    from titanlite.optim.bad_step_errors import BadStepError
     from titanlite.parallel.compile import CompileError
 
     if isinstance(error, ConfigError):
@@ -78,7 +78,7 @@ def explain_memory(
     with contextlib.suppress(Exception):
         import torch
 
-        from titanlite.plan.runtime import memory_report
+        from titanlite.plan.out_of_memory import memory_report
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return memory_report(run, error, phase, rank, device)

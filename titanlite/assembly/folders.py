@@ -13,11 +13,11 @@ from titanlite.checkpoint.errors import CheckpointError
 from titanlite.config.errors import ConfigError, unfit
 from titanlite.config.run_sections import Job
 from titanlite.config.sections import Checkpoint
-from titanlite.runs.links import refuse_links
+from titanlite.runs.link_checks import refuse_links
 from titanlite.utils import LinkError, atomic_write, logger
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.paths import AnyPath
+    from titanlite.checkpoint.store_paths import AnyPath
 
 #: Folder of the last collectives, for a run that hangs.
 TRACES = "comm_traces"
@@ -78,7 +78,7 @@ def _checkpoint_folder(run_folder: Path, section: Checkpoint) -> AnyPath | None:
 
     It also asks the store of `checkpoint.initial_load_path`.
     """
-    from titanlite.checkpoint.paths import to_path
+    from titanlite.checkpoint.store_paths import to_path
 
     source = to_path(section.initial_load_path or "")
     folder = to_path(section.folder)
@@ -113,7 +113,7 @@ def _lock(
 @contextlib.contextmanager
 def _store_errors(key: str) -> Iterator[None]:
     """Turn errors of a store into CheckpointError. key: that names its folder."""
-    from titanlite.checkpoint.paths import StoreError
+    from titanlite.checkpoint.store_paths import StoreError
 
     try:
         yield

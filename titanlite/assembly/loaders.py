@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.assembly.datasets import Datasets, phases_of
-from titanlite.data.course import Course
 from titanlite.data.loader import TrainLoader
 from titanlite.data.prefetch import Prefetcher
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps
+from titanlite.data.step_sizes import Course
 from titanlite.run.config import RunConfig
 from titanlite.validation import ValidationSet
 
 if TYPE_CHECKING:
-    from titanlite.data.held_out import PassLoader
     from titanlite.data.phases import Phases
+    from titanlite.data.validation_loader import PassLoader
     from titanlite.features.ema.average import WeightAverage
 
 #: Steps kept back for the case that a stream ends: on a GPU all ranks stop within two steps.
@@ -71,7 +71,7 @@ def build_loaders(
 
 def build_validation(run: RunConfig, mesh: DeviceMesh, texts: Mapping[str, Rows]) -> ValidationSet:
     """Build this rank's part of the held-out texts, see `read_held_out`."""
-    from titanlite.data.held_out import SequenceParts, ValidationLoader
+    from titanlite.data.validation_loader import SequenceParts, ValidationLoader
 
     section = run.validation
     rank, ranks = data_parallel_rank(mesh), run.mesh.dp_degree

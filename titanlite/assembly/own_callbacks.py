@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from titanlite.callbacks import Callback
+from titanlite.config.dotted_keys import HINT
 from titanlite.config.dotted_paths import resolve_as
 from titanlite.config.errors import Problem, refuse
-from titanlite.config.extensions import HINT
 
 
 def load_callbacks(paths: Sequence[str], where: str = "") -> list[Callback]:

@@ -98,7 +98,7 @@ def fsdp_problems(run: RunConfig, args: Any) -> Iterator[Problem]:
     policy = run.training.fsdp_units
     if policy in ("block", "root"):
         return
-    from titanlite.parallel.wrapping import choose_groups
+    from titanlite.parallel.fsdp_groups import choose_groups
     from titanlite.run.interactions import needs_whole_groups
 
     spec = run.spec

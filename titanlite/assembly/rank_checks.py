@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 import titanlite
 from titanlite import exit_codes
-from titanlite.checkpoint.paths import StorePath, to_path
+from titanlite.checkpoint.store_paths import StorePath, to_path
 from titanlite.dist.dist_env import DistEnv, gather_objects
 from titanlite.metrics.throughput import device_name
 from titanlite.runs import provenance

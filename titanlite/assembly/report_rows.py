@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from titanlite import __version__
-from titanlite.assembly.supported import accelerator_warning
-from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME
+from titanlite.assembly.tested_machines import accelerator_warning
+from titanlite.config.dataset_names import BUNDLED_TOKENIZER_NAME
 from titanlite.config.urls import public_name
 from titanlite.data.text_report import file_lines, file_warnings, pass_warnings
 from titanlite.metrics.throughput import device_name, total_memory_bytes
@@ -107,7 +107,7 @@ def parameters_text(model: nn.Module) -> str:
 
 
 def _tokenizer(parts: TrainingComponents, run: RunConfig) -> str:
-    from titanlite.data.tokenizer.local import tokenizer_path
+    from titanlite.data.tokenizer.load_local import tokenizer_path
 
     bundled = ""
     if run.model.tokenizer_path == BUNDLED_TOKENIZER_NAME:

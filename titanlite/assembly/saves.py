@@ -45,7 +45,7 @@ def build_saves(
     with them. Raises ConfigError where the model has no form for Hugging Face.
     """
     from titanlite.data.tokenizer.files import hf_files
-    from titanlite.data.tokenizer.local import tokenizer_path
+    from titanlite.data.tokenizer.load_local import tokenizer_path
 
     if run.checkpoint.last_save_in_hf:
         _check_hf_form(run, args)

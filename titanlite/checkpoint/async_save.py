@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from titanlite.checkpoint.errors import CheckpointError
-from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.storage import Tensors, in_words, new_group
+from titanlite.checkpoint.store_paths import AnyPath
 from titanlite.dist.dist_env import DistEnv, gather_objects
-from titanlite.dist.local import plain_local
-from titanlite.optim.bad_steps import WeightsError
+from titanlite.dist.local_parts import plain_local
+from titanlite.optim.bad_step_errors import WeightsError
 
 if TYPE_CHECKING:
     from titanlite.config.sections import Checkpoint

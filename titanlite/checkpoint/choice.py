@@ -25,8 +25,8 @@ from titanlite.checkpoint.manifest import (
     step_of,
     steps_in,
 )
-from titanlite.checkpoint.paths import AnyPath, StoreError, to_path
 from titanlite.checkpoint.retention import quarantine
+from titanlite.checkpoint.store_paths import AnyPath, StoreError, to_path
 from titanlite.config import trust
 from titanlite.models.args import from_record
 from titanlite.models.families import get_spec
@@ -307,7 +307,7 @@ class Chooser:
 
     def _judge_peft(self, path: AnyPath) -> Candidate:
         """Return the adapters in a folder of PEFT's, if they fit those of this run."""
-        from titanlite.checkpoint.foreign import as_manifest, open_weights
+        from titanlite.checkpoint.foreign_formats import as_manifest, open_weights
 
         record = self.run_config.get("lora")
         if not isinstance(record, dict):
@@ -324,7 +324,7 @@ class Chooser:
 
     def _judge_foreign(self, path: AnyPath) -> Candidate:
         """Return the weights of another program in `path`, whose config fits the model."""
-        from titanlite.checkpoint.foreign import as_manifest, check_model, open_weights
+        from titanlite.checkpoint.foreign_formats import as_manifest, check_model, open_weights
 
         if self.source_bad:
             raise CheckpointError(*self.source_bad.values())

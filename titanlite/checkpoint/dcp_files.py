@@ -49,12 +49,12 @@ from titanlite.checkpoint.manifest import (
     new_hash,
     progress,
 )
-from titanlite.checkpoint.paths import AnyPath, StoreError, files_in
+from titanlite.checkpoint.store_paths import AnyPath, StoreError, files_in
 from titanlite.dist.dist_env import DistEnv, gather_objects
 from titanlite.utils import logger, note_progress
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.foreign import WeightsReader
+    from titanlite.checkpoint.foreign_formats import WeightsReader
 
 
 class Written(NamedTuple):

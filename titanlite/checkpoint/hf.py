@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.foreign_weights import Part, Slices, Weights
 from titanlite.checkpoint.hf_files import HF_CONFIG, HF_INDEX, HF_SINGLE
 from titanlite.checkpoint.source_model import read_json
-from titanlite.checkpoint.weights import Part, Slices, Weights
 from titanlite.models.families import family_of, get_spec
 from titanlite.models.hf_names import (
     HF_HEAD,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.checkpoint.paths import AnyPath, StorePath
+from titanlite.checkpoint.store_paths import AnyPath, StorePath
 
 if TYPE_CHECKING:
     from titanlite.models.spec import ModelSpec

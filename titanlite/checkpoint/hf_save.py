@@ -26,12 +26,18 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.foreign_weights import total_bytes
 from titanlite.checkpoint.hf_files import HF_CONFIG, HF_INDEX, HF_SINGLE
 from titanlite.checkpoint.loaded import EXPERT_BIAS, WEIGHT
 from titanlite.checkpoint.manifest import PARTIAL
-from titanlite.checkpoint.paths import AnyPath, StorePath, files_in, remove_folder, sync_folder
 from titanlite.checkpoint.storage import Save
-from titanlite.checkpoint.weights import total_bytes
+from titanlite.checkpoint.store_paths import (
+    AnyPath,
+    StorePath,
+    files_in,
+    remove_folder,
+    sync_folder,
+)
 from titanlite.dist.dist_env import gather_objects
 from titanlite.models.hf_names import HFName, as_names, parts_of_entry
 from titanlite.models.spec import ModelSpec

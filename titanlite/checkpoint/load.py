@@ -37,7 +37,7 @@ from titanlite.models.spec import ModelSpec
 from titanlite.utils import counted
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.foreign import WeightsReader
+    from titanlite.checkpoint.foreign_formats import WeightsReader
     from titanlite.config.sections import Checkpoint
 
 #: Groups that a run takes from another one's checkpoint only if it takes more than the weights.
@@ -248,7 +248,7 @@ class Loader:
     def _reader(self, candidate: Candidate) -> CheckedReader | WeightsReader:
         if not candidate.is_foreign:
             return CheckedReader(candidate.folder, candidate.manifest)
-        from titanlite.checkpoint.foreign import WeightsReader
+        from titanlite.checkpoint.foreign_formats import WeightsReader
 
         return WeightsReader(candidate.folder, candidate.manifest, *self.model())
 

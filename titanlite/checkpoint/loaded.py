@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.paths import AnyPath
+    from titanlite.checkpoint.store_paths import AnyPath
 
 #: Parts of a checkpoint by name: weights, state of the optimizer, first step of the schedule, place
 #: in the text, random generators, averages of the weights.

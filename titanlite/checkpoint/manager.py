@@ -36,7 +36,6 @@ from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.load import Loader
 from titanlite.checkpoint.loaded import LoadedState, weight_of
 from titanlite.checkpoint.manifest import Manifest, hf_folder, step_folder
-from titanlite.checkpoint.paths import AnyPath, to_path, write_whole
 from titanlite.checkpoint.retention import (
     Deleter,
     begin,
@@ -61,6 +60,7 @@ from titanlite.checkpoint.storage import (
     on_rank_0,
     rng_state,
 )
+from titanlite.checkpoint.store_paths import AnyPath, to_path, write_whole
 from titanlite.dist.dist_env import DistEnv
 from titanlite.runs import provenance
 from titanlite.runs.lock import OwnershipCheck

@@ -34,7 +34,7 @@ from titanlite.checkpoint.errors import CheckpointError as CheckpointError
 from titanlite.checkpoint.errors import NewerFormatError as NewerFormatError
 from titanlite.checkpoint.hf_files import is_torchtitan
 from titanlite.checkpoint.loaded import HELD_OUT
-from titanlite.checkpoint.paths import AnyPath, StoreError, entries, files_in
+from titanlite.checkpoint.store_paths import AnyPath, StoreError, entries, files_in
 from titanlite.config.urls import public_names
 from titanlite.utils import human_bytes
 

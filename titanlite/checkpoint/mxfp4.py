@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from titanlite.checkpoint.weights import Slices
+from titanlite.checkpoint.foreign_weights import Slices
 
 _PER_SCALE = 32
 _BYTES = _PER_SCALE // 2

@@ -14,11 +14,11 @@ import msgspec
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.loaded import RESUME, LoadedState
 from titanlite.checkpoint.manifest import steps_in
-from titanlite.data.course import Progress
 from titanlite.data.loader import gather_state
 from titanlite.data.skip_ranges import skip_to
 from titanlite.data.state import StateError, check_loader
-from titanlite.optim.bad_steps import BadStepError
+from titanlite.data.step_sizes import Progress
+from titanlite.optim.bad_step_errors import BadStepError
 from titanlite.utils import logger
 
 if TYPE_CHECKING:

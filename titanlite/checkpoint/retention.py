@@ -33,7 +33,7 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     steps_in,
 )
-from titanlite.checkpoint.paths import (
+from titanlite.checkpoint.store_paths import (
     AnyPath,
     StorePath,
     copy_folder,
@@ -42,7 +42,7 @@ from titanlite.checkpoint.paths import (
     sync_folder,
     write_new,
 )
-from titanlite.runs.links import refuse_links
+from titanlite.runs.link_checks import refuse_links
 from titanlite.utils import atomic_write, logger
 
 if TYPE_CHECKING:

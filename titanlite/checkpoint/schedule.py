@@ -15,7 +15,7 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     steps_in,
 )
-from titanlite.checkpoint.paths import to_path
+from titanlite.checkpoint.store_paths import to_path
 
 if TYPE_CHECKING:
     from titanlite.config.sections import Checkpoint

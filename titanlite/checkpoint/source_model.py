@@ -25,7 +25,7 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     step_of,
 )
-from titanlite.checkpoint.paths import AnyPath
+from titanlite.checkpoint.store_paths import AnyPath
 from titanlite.config.toml import quote
 from titanlite.models.families import builtin_family
 from titanlite.models.fields import checked_fields, deciding

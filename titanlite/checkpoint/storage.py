@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titanlite.checkpoint.loaded import EXPERT_BIAS
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, dtype_name
-from titanlite.checkpoint.paths import AnyPath
+from titanlite.checkpoint.store_paths import AnyPath
 from titanlite.dist.dist_env import KEEPS_TIMEOUT, DistEnv, gather_objects, meet
-from titanlite.dist.local import local, plain
-from titanlite.optim.bad_steps import WeightsError, name_ranks
+from titanlite.dist.local_parts import local, plain
+from titanlite.optim.bad_step_errors import WeightsError, name_ranks
 from titanlite.parallel.feature_linear import FeatureLinear, weights_replaced
 
 Tensors = dict[str, torch.Tensor]

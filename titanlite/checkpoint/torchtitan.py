@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from titanlite.checkpoint.dcp_files import parse_index
 from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.foreign_weights import Part, Slices, Weights
 from titanlite.checkpoint.hf_files import DCP_INDEX
-from titanlite.checkpoint.weights import Part, Slices, Weights
 from titanlite.models.spec import ModelSpec
 
 #: Families that torchtitan has, and whether it rotates pairs of neighbours where we rotate halves.

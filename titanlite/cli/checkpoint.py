@@ -20,7 +20,7 @@ from titanlite.checkpoint.manifest import (
     step_of,
     steps_in,
 )
-from titanlite.checkpoint.paths import AnyPath, to_path
+from titanlite.checkpoint.store_paths import AnyPath, to_path
 from titanlite.cli.checkpoint_folders import (
     INVALID,
     NEWER,

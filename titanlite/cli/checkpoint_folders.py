@@ -28,7 +28,6 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     step_of,
 )
-from titanlite.checkpoint.paths import AnyPath, entries, files_in, to_path
 from titanlite.checkpoint.retention import (
     delete,
     is_pinned,
@@ -36,6 +35,7 @@ from titanlite.checkpoint.retention import (
     leftovers,
     unpublish,
 )
+from titanlite.checkpoint.store_paths import AnyPath, entries, files_in, to_path
 
 VALID = "valid"
 INVALID = "invalid"

@@ -111,7 +111,7 @@ def _check(arguments: argparse.Namespace) -> str:
     argv = [*files_of(arguments), *arguments.flags]
     world_size, why = world_size_of(arguments.world_size)
     config, run = check_config(argv, world_size, training=arguments.strict)
-    from titanlite.assembly.first_look import first_look
+    from titanlite.assembly.early_text_check import first_look
 
     report = _report(config, run, why, arguments.style)
     unseen = first_look(run)

@@ -19,12 +19,12 @@ from titanlite.config.aliases import (
     names_of,
 )
 from titanlite.config.dialect import LATER_DEFAULTS, LATER_MODELS
-from titanlite.config.entries import SWEEP
 from titanlite.config.key_types import inner_section, members, names_beside_paths
 from titanlite.config.keys import Key, keys, sections
 from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED, Unsupported
 from titanlite.config.value_types import Section
+from titanlite.config.written_values import SWEEP
 
 #: Keys of the command line alone: a file cannot name itself.
 NOT_IN_FILES = ("job.config_file",)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite import exit_codes
-from titanlite.assembly.supported import accelerator_warning
+from titanlite.assembly.tested_machines import accelerator_warning
 from titanlite.cli.parser import FLAGS, Commands, add_files, files_of, new_command
 from titanlite.dist.interfaces import INTERFACES, interface_problem
 from titanlite.plan.plan import checkpoint_disk
@@ -272,7 +272,7 @@ def _config(run: RunConfig) -> _Found:
     from titanlite.assembly.preflight import machine_problems
     from titanlite.data import DataError
     from titanlite.data.tokenizer import load_tokenizer
-    from titanlite.dist.process import count_gpus
+    from titanlite.dist.process_settings import count_gpus
 
     ranks = run.launch.gpus_per_node
     gpus = count_gpus()

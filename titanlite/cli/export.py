@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import progress
-from titanlite.checkpoint.paths import files_in, to_path
+from titanlite.checkpoint.store_paths import files_in, to_path
 from titanlite.cli.checkpoint_folders import check_weights
 from titanlite.cli.parser import BASE, EMA, Commands, new_command
 from titanlite.config import trust
-from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME
+from titanlite.config.dataset_names import BUNDLED_TOKENIZER_NAME
 from titanlite.utils import human_bytes, human_time, say
 
 if TYPE_CHECKING:

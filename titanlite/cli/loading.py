@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.manifest import CheckpointError
-from titanlite.checkpoint.paths import to_path
+from titanlite.checkpoint.store_paths import to_path
 from titanlite.cli import at_least
 from titanlite.cli.parser import BASE, EMA, Parser
 from titanlite.config import trust
+from titanlite.config.dataset_names import BUNDLED_TOKENIZER_NAME
 from titanlite.config.errors import bad_flag
-from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME
 from titanlite.config.toml import loads
 from titanlite.data import DataError
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from titanlite import doors, exit_codes
-from titanlite.assembly.supported import system_problem
+from titanlite.assembly.tested_machines import system_problem
 from titanlite.cli.command_table import COMMANDS, make_parser, place_of, top_parser
 from titanlite.cli.flags import split_flags
 from titanlite.cli.parser import no_flags

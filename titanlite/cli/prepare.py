@@ -37,7 +37,6 @@ from titanlite.cli.prepare_tasks import (
 )
 from titanlite.config.urls import public_name
 from titanlite.data import DataError
-from titanlite.data.corpus import Document, dtype_for, encode, targets_of
 from titanlite.data.prepared_tokens import (
     VERSION,
     checksum_of,
@@ -47,6 +46,7 @@ from titanlite.data.prepared_tokens import (
 )
 from titanlite.data.text_files import TextFiles
 from titanlite.data.token_paths import INDEX, KIND, is_index
+from titanlite.data.tokenize_files import Document, dtype_for, encode, targets_of
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.dist.signals import end_with_parent
 from titanlite.runs.lock import LockedError, RunLock

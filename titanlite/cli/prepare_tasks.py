@@ -14,18 +14,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from titanlite.config.text_names import hub_text
+from titanlite.config.dataset_names import hub_text
 from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
 from titanlite.data.empty_files import watched
+from titanlite.data.file_kinds import Format
 from titanlite.data.formats import iter_rows, plain_kind
-from titanlite.data.kinds import Format
 from titanlite.data.listing import Place
 from titanlite.data.local_files import list_text
 from titanlite.data.prepared_tokens import VERSION
 from titanlite.data.records import Columns, Record
 from titanlite.data.remote import url_to_fs, words
-from titanlite.data.shards import hub_files, url_text
+from titanlite.data.stream_files import hub_files, url_text
 from titanlite.data.text_files import BUNDLED, TextFiles
 from titanlite.data.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from titanlite.checkpoint.paths import to_path
+from titanlite.checkpoint.store_paths import to_path
 from titanlite.cli import at_least
 from titanlite.cli.checkpoint_folders import check_weights
 from titanlite.cli.loading import LoadedModel, add_arguments, load_model

@@ -14,7 +14,7 @@ from titanlite import exit_codes
 from titanlite.cli.parser import FLAGS, Commands, add_files, files_of, new_command
 from titanlite.config.errors import bad_flag
 from titanlite.config.load import read
-from titanlite.dist.process import TUNABLES, chose_malloc, count_gpus
+from titanlite.dist.process_settings import TUNABLES, chose_malloc, count_gpus
 from titanlite.dist.signals import SIGNALS, exit_on_signals
 from titanlite.resolve.load import check_alone, resolve
 from titanlite.utils import REMOVED, require
@@ -80,7 +80,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     ranks = _ranks(arguments.nproc, gpus)
     shown = _shown(ranks)
     options = _rendezvous(nodes, arguments.node_rank, arguments.master)
-    from titanlite.assembly.first_look import first_look
+    from titanlite.assembly.early_text_check import first_look
 
     first_look(resolve(config, nodes * ranks, machine=True, texts=True)[1])
     if not gpus:

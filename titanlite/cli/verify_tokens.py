@@ -12,7 +12,7 @@ from titanlite import exit_codes
 from titanlite.data import DataError
 from titanlite.data.prepared_tokens import hashes_of, part_of, read_index
 from titanlite.data.token_cache import records_folder
-from titanlite.data.token_checks import REPAIR
+from titanlite.data.token_integrity import REPAIR
 from titanlite.utils import cores, counted, progress_text, say
 
 #: Seconds between two lines of progress.

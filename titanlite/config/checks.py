@@ -20,14 +20,14 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from titanlite import doors
-from titanlite.config import extensions
+from titanlite.config import dotted_keys
 from titanlite.config.data_sections import Data, DataPhase, DataSource, steps_of
+from titanlite.config.dataset_names import BUNDLED_TOKENIZER_NAME, fetch_hint, name_problem
 from titanlite.config.errors import Problem
 from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.rules import Rule, broken_rules, contains, is_set, several
 from titanlite.config.sections import Config
-from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME, fetch_hint, name_problem
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.urls import is_url, login_problem, public_name, url_problem
 from titanlite.utils import is_dotted, is_hidden, pip_install
@@ -324,7 +324,7 @@ RULES: tuple[ConfigRule, ...] = (
     _texts,
     _phases,
     _trackers,
-    extensions.missing,
+    dotted_keys.missing,
 )
 
 

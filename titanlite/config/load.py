@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace as replace_fields
 
-from titanlite.config import extensions
+from titanlite.config import dotted_keys
 from titanlite.config.aliases import (
     ALIASES,
     CONVERTED,
@@ -31,7 +31,6 @@ from titanlite.config.aliases import (
     type_of_name,
 )
 from titanlite.config.checks import RULES, broken
-from titanlite.config.entries import SWEEP, Entry, command_line_entries, file_entries
 from titanlite.config.errors import Problem, Source, nearest, refuse
 from titanlite.config.keys import OTHERS, fits, keys, sections, table_of
 from titanlite.config.loaded import EXCLUSIVE, LoadedConfig
@@ -39,6 +38,7 @@ from titanlite.config.sections import Config
 from titanlite.config.toml import loads, quote
 from titanlite.config.trust import Claim, Origin, refusals
 from titanlite.config.unsupported_keys import NAMES, UNSUPPORTED
+from titanlite.config.written_values import SWEEP, Entry, command_line_entries, file_entries
 
 _MICROBATCHES = "experimental.pipeline_parallel_microbatches"
 
@@ -231,7 +231,7 @@ class Layers:
         file = path.parent / os.path.expanduser(name)
         if not file.exists():
             file = in_config_folders(name) or file
-        from titanlite.config.claims import file_claim
+        from titanlite.config.trust_claims import file_claim
 
         claim = file_claim(place, "job.extends", name, file)
         if refused := refusals([claim], self.origin):
@@ -247,11 +247,11 @@ class Layers:
             if "${" not in str(entry.value):
                 found.append(entry)
                 continue
-            from titanlite.config import claims, variables
+            from titanlite.config import trust_claims, variables
 
             names = variables.names_in(entry.value)
             place = entry.source.place
-            wanted = [claims.variable_claim(place, entry.name, name) for name in names]
+            wanted = [trust_claims.variable_claim(place, entry.name, name) for name in names]
             if refused := refusals(wanted, origin):
                 self.problems += refused
                 found.append(entry)
@@ -360,7 +360,7 @@ class Layers:
         folder = file.parent if file else Path()
         found = _Value(_anchored(key, value, folder), entry.source, entry.value)
         if file and self.origin is not Origin.OWN:
-            from titanlite.config.claims import config_claims
+            from titanlite.config.trust_claims import config_claims
 
             found.claims = tuple(config_claims(place, key, value, found.value))
         # A value that is converted cannot wait for the machines of a job: it has another form.
@@ -476,11 +476,11 @@ def _short(path: Path) -> str:
 
 
 def _anchored(key: str, value: Any, folder: Path) -> Any:
-    if key not in extensions.ANCHORED or value is None:
+    if key not in dotted_keys.ANCHORED or value is None:
         return value
     if isinstance(value, str):
-        return extensions.anchored(value, folder=folder)
-    return [extensions.anchored(item, folder=folder) for item in value]
+        return dotted_keys.anchored(value, folder=folder)
+    return [dotted_keys.anchored(item, folder=folder) for item in value]
 
 
 def _of_entry(problem: Problem, entry: Entry) -> Problem:

@@ -9,8 +9,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from titanlite.config.entries import Entry
 from titanlite.config.errors import Problem
+from titanlite.config.written_values import Entry
 
 _MARK = re.compile(r"\$(?:(\$\{)|\{([A-Za-z_][A-Za-z0-9_]*)\}|\{)")
 _HINT = "set it, or write $${ for a literal ${"

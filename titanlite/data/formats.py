@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, cast
 from titanlite.config.urls import public_name
 from titanlite.data import DataError
 from titanlite.data.compression import DamagedError, decompressed, is_compressed
-from titanlite.data.kinds import WHOLE, Format, kind_of_name
+from titanlite.data.file_kinds import WHOLE, Format, kind_of_name
 from titanlite.data.records import Columns, Record, strings_of
 
 _MAGIC: dict[bytes, Format] = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}

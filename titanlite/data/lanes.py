@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data import DataError
-from titanlite.data.corpus import Corpus, targets_of
 from titanlite.data.empty_files import watched
 from titanlite.data.records import Record
 from titanlite.data.rows import Row, Window, make_row
@@ -21,6 +20,7 @@ from titanlite.data.sequences import epoch_order
 from titanlite.data.state import StateError
 from titanlite.data.text_files import TextFiles
 from titanlite.data.threads import Pool
+from titanlite.data.tokenize_files import Corpus, targets_of
 
 #: Characters of text that are tokenized at once.
 _CHUNK = 1 << 18
@@ -33,7 +33,7 @@ _LANE_KEY = 0x9E3779B1
 
 Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
-#: Returns ids and mask of a record, see `titanlite.data.corpus.encode_record`.
+#: Returns ids and mask of a record, see `titanlite.data.tokenize_files.encode_record`.
 Encode = Callable[[Record], tuple[Ids, Mask]]
 
 _T = TypeVar("_T")

@@ -1,6 +1,6 @@
 """The files found for a text, and the error for a folder that holds several candidates.
 
-`titanlite.data.choose` has the rules. Nothing here imports numpy: the check of a config asks, too.
+`titanlite.data.choose_files` has the rules. The check of a config asks, too: no numpy here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import Literal, NamedTuple
 
 from titanlite.data import DataError
-from titanlite.data.kinds import Format, Kind, kind_of_name
+from titanlite.data.file_kinds import Format, Kind, kind_of_name
 from titanlite.utils import counted, human_bytes
 
 #: Names that a report shows of each group.

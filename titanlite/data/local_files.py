@@ -1,6 +1,6 @@
 """The files of a local path: a file, a folder or a pattern.
 
-The rules are those of `titanlite.data.choose`.
+The rules are those of `titanlite.data.choose_files`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titanlite.data import DataError
-from titanlite.data.choose import choose, named_files
-from titanlite.data.kinds import why_no_text
+from titanlite.data.choose_files import choose, named_files
+from titanlite.data.file_kinds import why_no_text
 from titanlite.data.listing import FoundFile, Listing, Place
 
 

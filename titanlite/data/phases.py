@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from titanlite.config.data_sections import DataPhase
 from titanlite.config.urls import public_name
 from titanlite.data import skip_ranges
-from titanlite.data.course import FRESH, Course, Leg, Progress, StepSize
 from titanlite.data.skip_ranges import Range
+from titanlite.data.step_sizes import FRESH, Course, Leg, Progress, StepSize
 
 
 class _Begin(NamedTuple):

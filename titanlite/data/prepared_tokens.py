@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from titanlite.data import DataError
-from titanlite.data.token_checks import PartHashes, check_sizes
-from titanlite.data.token_parts import ORDER, Part, SourceSpan
+from titanlite.data.mapped_tokens import ORDER, Part, SourceSpan
+from titanlite.data.token_integrity import PartHashes, check_sizes
 from titanlite.data.token_paths import INDEX
 from titanlite.utils import parse_json
 

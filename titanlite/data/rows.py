@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from titanlite.data.corpus import Tokens
-    from titanlite.data.course import Course
     from titanlite.data.file_stamps import FileStamps
     from titanlite.data.listing import Listing
+    from titanlite.data.step_sizes import Course
+    from titanlite.data.tokenize_files import Tokens
 
 #: Label of a position that is no target.
 IGNORE = -100

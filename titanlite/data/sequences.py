@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data import EndOfData
-from titanlite.data.corpus import Tokens
 from titanlite.data.rows import FilePlace, Row, Rows, Window, make_row
+from titanlite.data.tokenize_files import Tokens
 from titanlite.utils import counted
 
 MASK = (1 << 64) - 1

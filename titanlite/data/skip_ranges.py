@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from titanlite.config.data_sections import steps_of
-from titanlite.data.course import Course
+from titanlite.data.step_sizes import Course
 
 Range = tuple[int, int]
 

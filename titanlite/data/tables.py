@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 from titanlite.data import DataError
 from titanlite.data.compression import DamagedError
-from titanlite.data.kinds import Format
+from titanlite.data.file_kinds import Format
 from titanlite.data.records import Columns, strings_of
 from titanlite.utils import pip_install
 

@@ -14,13 +14,13 @@ from msgspec.structs import replace as replace_fields
 
 from titanlite.config.checks import is_there
 from titanlite.config.data_sections import Data, DataSource, Validation
+from titanlite.config.dataset_names import hub_text
 from titanlite.config.sections import Training
-from titanlite.config.text_names import hub_text
 from titanlite.config.urls import is_url
 from titanlite.data import DataError
-from titanlite.data.corpus import Corpus, Tokens, encode, tokenize, workers_of
+from titanlite.data.file_kinds import Format
 from titanlite.data.file_stamps import local_stamps
-from titanlite.data.kinds import Format
+from titanlite.data.named_texts import held_out_texts, key_of, training_texts
 from titanlite.data.rows import Rows
 from titanlite.data.sequences import PackedDataset
 from titanlite.data.text_files import (
@@ -30,9 +30,9 @@ from titanlite.data.text_files import (
     find_text,
     iter_records,
 )
-from titanlite.data.text_keys import held_out_texts, key_of, training_texts
 from titanlite.data.token_cache import load_corpus
 from titanlite.data.token_paths import is_of_tokens
+from titanlite.data.tokenize_files import Corpus, Tokens, encode, tokenize, workers_of
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import human_bytes, is_dotted, logger
 
@@ -142,7 +142,7 @@ class TextReader:
         data = self.data
         order = Order(seq_len, data.seed, data.shuffle, data.mask_documents)
         if source.path is None and is_dotted(source.name or ""):
-            from titanlite.data.own_text import own_corpus
+            from titanlite.data.text_function import own_corpus
 
             return self._packed(own_corpus(self, source, section), order, epochs)
         if is_of_tokens(source):
@@ -207,7 +207,7 @@ class TextReader:
         columns = columns_of(self.data, name, source.path, source, self.tokenizer)
         kind: Format = "auto" if source.format == "tokens" else source.format
         if _is_of_hub(source) or is_url(source.path or ""):
-            from titanlite.data.shards import remote_files
+            from titanlite.data.stream_files import remote_files
 
             return remote_files(source, columns, kind, section, self.patience)
         key = key_of(section, "path")

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from titanlite.config.data_sections import Data, DataSource
-from titanlite.config.text_names import REGISTERED, HubText
+from titanlite.config.dataset_names import REGISTERED, HubText
 from titanlite.config.urls import public_name
 from titanlite.data import DataError
 from titanlite.data.empty_files import watched
+from titanlite.data.file_kinds import Format
 from titanlite.data.formats import read_file
-from titanlite.data.kinds import Format
 from titanlite.data.listing import Listing, Place
 from titanlite.data.local_files import list_text
 from titanlite.data.records import Columns, Record
@@ -110,7 +110,7 @@ def find_text(
         dataset: a name in `BUNDLED`; any other needs a path.
         path: see `list_text`; None: the bundled text.
         key: of the path in the config, for errors.
-        split, format: those that are asked for, see `titanlite.data.choose`.
+        split, format: those that are asked for, see `titanlite.data.choose_files`.
 
     Raises DataError for text that is not bundled, a missing path, or one without such a file.
     """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from titanlite.data.rows import Rows
 
 if TYPE_CHECKING:
-    from titanlite.data.token_checks import HashCheck
+    from titanlite.data.token_integrity import HashCheck
 
 #: Passes over a text after which another one teaches a model little (docs/data.md).
 _MOST_PASSES = 8

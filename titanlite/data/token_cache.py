@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite import __version__
-from titanlite.data.corpus import PACKING, Corpus, tokenize, workers_of
-from titanlite.data.kinds import Format
+from titanlite.data.file_kinds import Format
 from titanlite.data.records import Columns
 from titanlite.data.text_files import iter_records
+from titanlite.data.tokenize_files import PACKING, Corpus, tokenize, workers_of
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import logger, new_file, not_a_link, parse_json, sync
 

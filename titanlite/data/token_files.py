@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
 from titanlite.data.listing import Listing
+from titanlite.data.mapped_tokens import ORDER, Part
+from titanlite.data.named_texts import key_of
 from titanlite.data.rows import FilePlace
-from titanlite.data.text_keys import key_of
 from titanlite.data.token_cache import records_folder
-from titanlite.data.token_checks import REPAIR, HashCheck
-from titanlite.data.token_parts import ORDER, Part
+from titanlite.data.token_integrity import REPAIR, HashCheck
 from titanlite.data.token_paths import INDEX, is_index
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import counted
@@ -238,7 +238,7 @@ class TokenKeys:
     """What the config says of token files besides their path.
 
     fields: of records, that the config asks for (`text_key`, …). records: folder that keeps which
-    parts of prepared folders are whole, see `titanlite.data.token_checks`. dtype: of ids where no
+    parts of prepared folders are whole (`titanlite.data.token_integrity`). dtype: of ids where no
     file tells it; dtype_key: its key. split: of a folder.
     """
 

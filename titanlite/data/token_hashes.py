@@ -10,7 +10,7 @@ from titanlite.callbacks import Callback, RunEnd
 from titanlite.utils import counted, logger
 
 if TYPE_CHECKING:
-    from titanlite.data.token_checks import HashCheck
+    from titanlite.data.token_integrity import HashCheck
     from titanlite.step import StepResult
     from titanlite.trainer import Trainer
 

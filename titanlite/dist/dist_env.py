@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from titanlite.dist import ParallelismError
 from titanlite.dist.launch_env import RENDEZVOUS_SECONDS, LaunchEnv, this_rank
-from titanlite.dist.process import allow_files, kernel_order
+from titanlite.dist.process_settings import allow_files, kernel_order
 from titanlite.utils import logger
 
 if TYPE_CHECKING:

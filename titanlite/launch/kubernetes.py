@@ -14,8 +14,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from titanlite import exit_codes
+from titanlite.config.dataset_names import BUNDLED_TOKENIZER_NAME
 from titanlite.config.errors import Problem, refuse
-from titanlite.config.text_names import BUNDLED_TOKENIZER_NAME
 from titanlite.config.toml import quote_key
 from titanlite.config.urls import is_url
 from titanlite.launch.instances import network_environment

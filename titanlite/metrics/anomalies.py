@@ -21,10 +21,10 @@ from typing import Any
 
 from torch import nn
 
-from titanlite.data.course import Course
 from titanlite.data.loader import Fetched
 from titanlite.data.rows import Rows
-from titanlite.optim.bad_steps import BadStepError, WeightsError
+from titanlite.data.step_sizes import Course
+from titanlite.optim.bad_step_errors import BadStepError, WeightsError
 from titanlite.runs.jsonl import MetricsLog
 from titanlite.step import PlainRunner, Runner
 from titanlite.utils import counted, logger

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from titanlite.dist.dist_env import gather_objects
-from titanlite.dist.local import local
+from titanlite.dist.local_parts import local
 from titanlite.loss import LossFunction, count_valid, cross_entropy_sum
 from titanlite.optim.gradients import local_gradients
 from titanlite.step import PlainRunner

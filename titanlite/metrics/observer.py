@@ -24,7 +24,7 @@ from titanlite.step import StepResult
 from titanlite.utils import human_time, logger
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.paths import AnyPath
+    from titanlite.checkpoint.store_paths import AnyPath
     from titanlite.metrics.boards import BackgroundWriter, TensorBoard
     from titanlite.metrics.stragglers import StragglerDetector
     from titanlite.metrics.trackers import Tracker

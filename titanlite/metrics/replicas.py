@@ -14,7 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from titanlite.callbacks import Callback
 from titanlite.dist.dist_env import gather_objects
-from titanlite.optim.bad_steps import name_ranks
+from titanlite.optim.bad_step_errors import name_ranks
 from titanlite.utils import logger
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from titanlite.dist.dist_env import patience, set_timeouts
 from titanlite.runs import record
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.paths import AnyPath
-    from titanlite.data.course import StepSize
+    from titanlite.checkpoint.store_paths import AnyPath
+    from titanlite.data.step_sizes import StepSize
     from titanlite.metrics.watchdog import HangWatchdog
     from titanlite.parallel.compile import CompileWatch
     from titanlite.step import StepResult

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from titanlite.data.course import StepSize
+from titanlite.data.step_sizes import StepSize
 
 _RECENT_STEPS = 50
 _GIB = 1024**3

@@ -44,7 +44,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _world
 from titanlite import exit_codes
 from titanlite.callbacks import SLOW_PHASES
 from titanlite.config.run_sections import Comm, Stall
-from titanlite.dist.process import has_ended
+from titanlite.dist.process_settings import has_ended
 from titanlite.dist.signals import StopRequested
 from titanlite.exit_codes import is_of_collectives
 from titanlite.metrics.console import console_handler

@@ -193,7 +193,7 @@ def from_record(
     if values.get("final_softcap") == 0:  # of a version before 0.3
         del values["final_softcap"]
     if is_dotted(family):
-        from titanlite.config.claims import code_claim
+        from titanlite.config.trust_claims import code_claim
 
         admit([code_claim(place, key, family)], origin)
     cls = get_spec(family).args_class

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from titanlite.dist.local import local
+from titanlite.dist.local_parts import local
 from titanlite.optim.gated import GatedOptimizer
 
 #: Keys of `[optimizer]` with the dtype of a state each.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from titanlite.dist.local import local
+from titanlite.dist.local_parts import local
 
 
 class GatedOptimizer(torch.optim.Optimizer):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.dist.local import local
+from titanlite.dist.local_parts import local
 
 #: Elements of a CPU tensor whose squares are summed in one float32: in a longer sum, small squares
 #: get lost.

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from titanlite.dist.dist_env import gather_objects
-from titanlite.optim.bad_steps import BadStepError, not_finite_reason, spike_reason
+from titanlite.optim.bad_step_errors import BadStepError, not_finite_reason, spike_reason
 
 if TYPE_CHECKING:
     from titanlite.optim.spikes import LossWindow

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from titanlite.dist.local import local
+from titanlite.dist.local_parts import local
 from titanlite.optim.adamw import AnyPrecisionAdamW
 
 #: Coefficients of the quintic Newton-Schulz iteration, and its steps (Jordan et al.).

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from titanlite.config.model_sections import Optimizer
-from titanlite.dist.local import local
+from titanlite.dist.local_parts import local
 from titanlite.optim.groups import Scales, parameter_groups
 from titanlite.utils import is_dotted
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from titanlite.config.model_sections import DecayType
-from titanlite.data.course import Course, Progress
+from titanlite.data.step_sizes import Course, Progress
 
 if TYPE_CHECKING:
     from titanlite.data.phases import Phases

@@ -38,8 +38,8 @@ def apply_fsdp(  # noqa: PLR0913
 ) -> None:
     """Apply `fully_shard` to each group of modules, then to the root, in place.
 
-    groups: names, in the order they last run (`titanlite.parallel.wrapping`). A parameter belongs
-    to one group only, so tied modules must share one. Modules in no group belong to the root.
+    groups: names, in the order they last run (`titanlite.parallel.fsdp_groups`). A parameter is in
+    one group only, so tied modules must share one. Modules in no group belong to the root.
     mesh: from `DistEnv.build_mesh`. One rank is sharded too, for the same mixed precision.
     reshard_after_forward: free gathered weights after forward. None: all but the last two groups. A
     number: keep them sharded over that many ranks.
@@ -79,7 +79,7 @@ def apply_fsdp(  # noqa: PLR0913
     if not average and (placement is not None or dp_mesh.size() > 1):
         _sum_gradients(model)
     if placement is not None or dp_mesh.size() == 1:
-        from titanlite.parallel.one_rank import avoid_copies
+        from titanlite.parallel.fsdp_one_rank import avoid_copies
 
         avoid_copies(model)
 

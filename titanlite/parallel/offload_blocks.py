@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from titanlite.dist.local import plain_local
+from titanlite.dist.local_parts import plain_local
 from titanlite.parallel.host_memory import HostMemory, OffloadedTensor
 
 #: Smaller tensors stay: a copy of any size costs some microseconds.

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.dist.local import parts_of
+from titanlite.dist.local_parts import parts_of
 from titanlite.loss import LossFunction, cross_entropy_sum, of_tokens
 from titanlite.models.spec import Init, ModelSpec
 from titanlite.parallel import needs_torch, offered
@@ -29,7 +29,7 @@ from titanlite.run.interactions import compiles_halves
 
 if TYPE_CHECKING:
     from titanlite.models.linears import Linears
-    from titanlite.parallel.wrapping import FSDPGroup
+    from titanlite.parallel.fsdp_groups import FSDPGroup
     from titanlite.run.config import RunConfig
 
 
@@ -82,7 +82,7 @@ class ModelBuilder:
         groups: Sequence[FSDPGroup] = self.spec.fsdp_groups(self.args)
         policy = self.run.training.fsdp_units
         if policy != "block":
-            from titanlite.parallel.wrapping import choose_groups
+            from titanlite.parallel.fsdp_groups import choose_groups
 
             groups = choose_groups(self.whole(), policy, groups)
 

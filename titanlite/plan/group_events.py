@@ -195,7 +195,7 @@ class GroupEvents:
         buffer = sum(weight.padded for weight in weights) * self.sizes.reduced
         left = buffer
         # Where no other rank has a part, the buffer becomes the gradient
-        # (`titanlite.parallel.one_rank`).
+        # (`titanlite.parallel.fsdp_one_rank`).
         if not self._is_alone(weights):
             left += sum(weight.part for weight in weights) * self.sizes.reduced
         # Weights divided along another dimension are put in order one by one. A variable holds the

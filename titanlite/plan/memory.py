@@ -3,7 +3,7 @@
 No torch here. `StepEvents` lists when tensors begin and end, `replay` adds them up, and
 `lifetimes.measure` does the same inside of a module.
 
-FORMULAS.md derives each formula. `titanlite.cli.plan.trace` runs the real code instead.
+FORMULAS.md derives each formula. `titanlite.cli.plan.memory_trace` runs the real code instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from titanlite.run.config import RunConfig
 
 
 class NoFormula(ValueError):
-    """A model or setting without formulas; `titanlite.cli.plan.trace` can plan it."""
+    """A model or setting without formulas; `titanlite.cli.plan.memory_trace` can plan it."""
 
 
 def estimate(run: RunConfig, rank: int | None = None, device: str = "cuda") -> RankMemory:

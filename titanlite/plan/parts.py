@@ -1,5 +1,5 @@
 """Memory of one rank over a step, by part: of the formulas (`memory.py`) and of
-`titanlite.cli.plan.trace`.
+`titanlite.cli.plan.memory_trace`.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def make_plan(
     """Plan a run on a cluster of as many GPUs as its mesh has ranks.
 
     rank: None: the one that needs most memory, by formula. trace: (run, rank) → its memory in place
-    of the formulas', as `titanlite.cli.plan.trace` measures it.
+    of the formulas', as `titanlite.cli.plan.memory_trace` measures it.
 
     Raises ConfigError for a model that has no formulas, unless it is traced, and for a rank that
     does not exist.

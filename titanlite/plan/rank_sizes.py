@@ -89,7 +89,7 @@ class RankSizes:
     @property
     def adds_at_once(self) -> bool:
         """Whether each micro-batch adds to the gradients of weights that no other rank shares
-        (`titanlite.parallel.one_rank`): none wait for the last one.
+        (`titanlite.parallel.fsdp_one_rank`): none wait for the last one.
         """
         casts_together = self.device != "cpu" and self.low != self.master
         return self.shards_nothing and self.reduced == self.master and not casts_together

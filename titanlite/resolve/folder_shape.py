@@ -26,8 +26,8 @@ from titanlite.models.families import get_spec
 from titanlite.models.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.paths import AnyPath
     from titanlite.checkpoint.source_model import SourceModel
+    from titanlite.checkpoint.store_paths import AnyPath
 
 _LOAD = "checkpoint.initial_load_path"
 _FLAVOR = "model.flavor"
@@ -83,7 +83,7 @@ def _source_of(
     """Return the key that names the source of the weights, its value, and the model that the files
     there describe; None: they describe no model. Raises ConfigError.
     """
-    from titanlite.checkpoint.paths import StoreError, to_path
+    from titanlite.checkpoint.store_paths import StoreError, to_path
 
     spec = get_spec(model.name)
     key = _LOAD
@@ -171,7 +171,7 @@ def source_problems(model: Model, section: Checkpoint, args: Any) -> Iterator[Pr
     """
     if section.initial_load_path is None or not section.enable_checkpoint:
         return
-    from titanlite.checkpoint.paths import StoreError, to_path
+    from titanlite.checkpoint.store_paths import StoreError, to_path
 
     path = to_path(section.initial_load_path)
     own = to_path(section.folder)

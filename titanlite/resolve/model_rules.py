@@ -9,10 +9,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from titanlite.config.dataset_names import BUNDLED_IDS, BUNDLED_TOKENIZER_NAME
 from titanlite.config.errors import Problem
 from titanlite.config.rules import divisors
 from titanlite.config.sections import ActivationCheckpoint
-from titanlite.config.text_names import BUNDLED_IDS, BUNDLED_TOKENIZER_NAME
 from titanlite.config.toml import quote
 from titanlite.run.config import RunConfig
 from titanlite.run.interactions import halving_key, uneven_sequences

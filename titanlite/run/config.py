@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace as replace_fields
 
 from titanlite.config.sections import Config
-from titanlite.data.course import Course
+from titanlite.data.step_sizes import Course
 from titanlite.models.args import model_args
 from titanlite.models.families import get_spec
 from titanlite.models.spec import ModelSpec

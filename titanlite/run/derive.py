@@ -17,7 +17,7 @@ from titanlite.config.idle_keys import idle_keys
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.sections import Config
 from titanlite.config.urls import is_url
-from titanlite.data.course import Course, StepSize
+from titanlite.data.step_sizes import Course, StepSize
 from titanlite.run.config import BatchSizes, MeshSizes, PipelineSizes, RunConfig
 from titanlite.run.features import features_of
 from titanlite.run.length import steps_of

@@ -12,7 +12,7 @@ from titanlite.utils import counted
 
 if TYPE_CHECKING:
     from titanlite.config.sections import Config
-    from titanlite.data.course import Course
+    from titanlite.data.step_sizes import Course
     from titanlite.run.config import RunConfig
 
 

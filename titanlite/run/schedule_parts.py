@@ -10,7 +10,7 @@ from titanlite.optim.schedule import Schedule
 from titanlite.utils import counted
 
 if TYPE_CHECKING:
-    from titanlite.data.course import Course
+    from titanlite.data.step_sizes import Course
 
 
 @dataclass

@@ -25,7 +25,7 @@ from titanlite import exit_codes
 from titanlite.utils import atomic_write, logger, not_a_link, parse_json, timestamp
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.paths import StorePath
+    from titanlite.checkpoint.store_paths import StorePath
 
 FILE = "run.lock"
 RENEW_SECONDS = 15.0

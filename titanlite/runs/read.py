@@ -19,7 +19,7 @@ from titanlite.runs import ATTEMPTS
 from titanlite.runs.attempts import Attempt, read_attempts
 from titanlite.runs.jsonl import FILE as METRICS
 from titanlite.runs.jsonl import read_metrics
-from titanlite.runs.links import read_own
+from titanlite.runs.link_checks import read_own
 from titanlite.runs.lock import last_sign_of_life
 from titanlite.runs.provenance import config_values
 from titanlite.runs.record import CONFIG

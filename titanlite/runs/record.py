@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titanlite.runs import ATTEMPTS, provenance
-from titanlite.runs.links import read_own
+from titanlite.runs.link_checks import read_own
 from titanlite.utils import (
     append_line,
     atomic_write,
@@ -38,7 +38,7 @@ from titanlite.utils import (
 )
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.paths import AnyPath
+    from titanlite.checkpoint.store_paths import AnyPath
 
 CONFIG = "config.toml"
 DIFF = "git.diff"

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from titanlite.checkpoint.foreign import open_weights
+from titanlite.checkpoint.foreign_formats import open_weights
+from titanlite.checkpoint.foreign_weights import on_meta
 from titanlite.checkpoint.hf_files import (
     HF_CONFIG,
     hf_form,
@@ -39,10 +40,9 @@ from titanlite.checkpoint.manifest import (
     refuse_older,
     step_of,
 )
-from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.selection import DTYPE, compare_entries, difference_table
 from titanlite.checkpoint.storage import converted, describe
-from titanlite.checkpoint.weights import on_meta
+from titanlite.checkpoint.store_paths import AnyPath
 from titanlite.cli.checkpoint_folders import checkpoint_of
 from titanlite.cli.hub.tensors import Contents, compare_ids, compare_logits
 from titanlite.config.trust import Origin, foreign

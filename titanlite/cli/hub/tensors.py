@@ -21,11 +21,11 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titanlite.checkpoint.dcp_files import CheckedReader
-from titanlite.checkpoint.foreign import open_weights
+from titanlite.checkpoint.foreign_formats import open_weights
 from titanlite.checkpoint.hf_files import HF_CONFIG
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, read_manifest
-from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.source_model import read_json
+from titanlite.checkpoint.store_paths import AnyPath
 from titanlite.features.float8.package import torchao
 from titanlite.models import get_spec
 from titanlite.models.hf import read_config

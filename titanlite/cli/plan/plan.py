@@ -117,7 +117,7 @@ def _searched(
 
 
 def _planned(run: RunConfig, cluster: Cluster, arguments: argparse.Namespace) -> tuple[str, int]:
-    trace = import_module("titanlite.cli.plan.trace").trace if arguments.exact else None
+    trace = import_module("titanlite.cli.plan.memory_trace").trace if arguments.exact else None
     plan = make_plan(run, cluster, arguments.rank, trace)
     text = as_json(plan.as_json()) if arguments.json else plan_text(plan, arguments.style)
     return text, exit_codes.DONE if plan.fits else exit_codes.OUT_OF_MEMORY

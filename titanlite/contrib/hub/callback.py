@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from titanlite.callbacks import Callback, RunEnd
 from titanlite.checkpoint.manifest import step_of
-from titanlite.checkpoint.paths import AnyPath
+from titanlite.checkpoint.store_paths import AnyPath
 from titanlite.contrib.hub.upload import MAIN
 from titanlite.runs import HUB
 from titanlite.utils import is_dotted, logger

@@ -9,17 +9,17 @@ from pathlib import Path
 
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import progress, read_manifest
-from titanlite.checkpoint.paths import files_in, to_path
 from titanlite.checkpoint.retention import pinned
+from titanlite.checkpoint.store_paths import files_in, to_path
 from titanlite.cli.export import DTYPE, PRECISIONS
 from titanlite.cli.parser import EMA, Commands, new_command
 from titanlite.config import trust
 from titanlite.contrib.hub.card import files_beside
+from titanlite.contrib.hub.find_weights import Weights, find_weights
 from titanlite.contrib.hub.upload import MAIN, HubError, open_repository, upload
-from titanlite.contrib.hub.weights import Weights, find_weights
 from titanlite.contrib.processes import stoppable
 from titanlite.features.lora.settings import RECORD
-from titanlite.runs.links import refuse_links
+from titanlite.runs.link_checks import refuse_links
 from titanlite.utils import say
 
 

@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from titanlite.config.entries import quote
 from titanlite.config.errors import Problem
 from titanlite.config.urls import is_url
+from titanlite.config.written_values import quote
 from titanlite.run.features import Feature, Row
 
 if TYPE_CHECKING:

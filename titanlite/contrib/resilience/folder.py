@@ -16,7 +16,7 @@ import msgspec
 from titanlite.checkpoint.errors import CheckpointError, NewerFormatError
 from titanlite.checkpoint.manager import LOCAL_PAST
 from titanlite.checkpoint.manifest import FILE, Manifest, parse_manifest
-from titanlite.checkpoint.paths import AnyPath, sync_folder, write_new, write_whole
+from titanlite.checkpoint.store_paths import AnyPath, sync_folder, write_new, write_whole
 
 #: Random generators of all ranks, [ranks, bytes].
 GENERATORS = "generators.bin"

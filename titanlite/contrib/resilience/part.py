@@ -19,7 +19,7 @@ from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.manifest import FAST_HASH, dtype_name, new_hash
 from titanlite.checkpoint.safetensors_header import DTYPES, header
 from titanlite.checkpoint.storage import Tensors
-from titanlite.dist.local import plain_local
+from titanlite.dist.local_parts import plain_local
 from titanlite.utils import new_file, parse_json, sync
 
 

@@ -26,7 +26,7 @@ from titanlite.contrib.resilience.folder import (
 )
 from titanlite.contrib.resilience.part import write_part
 from titanlite.dist.dist_env import DistEnv, gather_objects
-from titanlite.dist.local import plain_local
+from titanlite.dist.local_parts import plain_local
 from titanlite.utils import sync
 
 

@@ -1,6 +1,6 @@
 """The token files of a path: one file, those of a pattern or of a folder.
 
-A folder has the rules of text (`titanlite.data.choose`): one kind, one level, one split.
+A folder has the rules of text (`titanlite.data.choose_files`): one kind, one level, one split.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path, PurePosixPath
 
 from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
-from titanlite.data.choose import choose_among, named_files
+from titanlite.data.choose_files import choose_among, named_files
 from titanlite.data.connectivity import COPY
-from titanlite.data.kinds import is_hidden
+from titanlite.data.file_kinds import is_hidden
 from titanlite.data.listing import FoundFile, Listing, Place
 from titanlite.data.local_files import all_files
 from titanlite.data.token_paths import SUFFIXES, pair_of

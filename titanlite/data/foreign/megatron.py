@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data import DataError
-from titanlite.data.token_parts import Part, map_array
+from titanlite.data.mapped_tokens import Part, map_array
 from titanlite.data.token_paths import pair_of
 
 #: Places of Megatron's sequences that are compared at the start.

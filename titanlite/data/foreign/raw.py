@@ -27,7 +27,7 @@ from titanlite.data import DataError
 from titanlite.data.foreign.find import MEGATRON, find_tokens
 from titanlite.data.foreign.megatron import megatron_part
 from titanlite.data.listing import Listing, Place
-from titanlite.data.token_parts import Part
+from titanlite.data.mapped_tokens import Part
 from titanlite.utils import logger, progress_text
 
 if TYPE_CHECKING:

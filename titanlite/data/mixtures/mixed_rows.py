@@ -31,7 +31,7 @@ from titanlite.data.token_paths import is_of_tokens
 
 if TYPE_CHECKING:
     from titanlite.config.data_sections import DataSource
-    from titanlite.data.course import Course
+    from titanlite.data.step_sizes import Course
     from titanlite.data.text import TextReader
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from titanlite.data.tokenizer.base import Tokenizer
 from titanlite.data.tokenizer.hf_export import CONFIG, equal_files, with_class
-from titanlite.data.tokenizer.local import find_file, kind_of, load_local
+from titanlite.data.tokenizer.load_local import find_file, kind_of, load_local
 from titanlite.utils import logger, parse_json, pip_install
 
 GENERATION = "generation_config.json"

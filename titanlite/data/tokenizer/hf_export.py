@@ -16,7 +16,7 @@ from typing import Any
 from titanlite.data import DataError
 from titanlite.data.tokenizer.base import Tokenizer
 from titanlite.data.tokenizer.hf_json import JsonTokenizer
-from titanlite.data.tokenizer.local import Kind
+from titanlite.data.tokenizer.load_local import Kind
 from titanlite.data.tokenizer.tiktoken_ranks import TiktokenTokenizer
 
 CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"

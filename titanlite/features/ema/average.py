@@ -18,7 +18,7 @@ from torch import nn
 
 from titanlite.callbacks import Callback
 from titanlite.checkpoint.loaded import average_of
-from titanlite.dist.local import local, parts_of
+from titanlite.dist.local_parts import local, parts_of
 from titanlite.parallel.feature_linear import weights_replaced
 from titanlite.parallel.fsdp import free_gathered
 

@@ -53,7 +53,7 @@ class MoELayers:
         """Find what does not fit, whether ranks share experts or not."""
         return checks.reshard_problems(run, self.experts)
 
-    # The model: `titanlite.assembly.model` calls this, and `titanlite.assembly.resize`
+    # The model: `titanlite.assembly.model` calls this, and `titanlite.assembly.phase_resize`
 
     def set_step_tokens(self, model: nn.Module, tokens: int) -> None:
         """Tell each layer the tokens of a step, by which the losses of routers are divided."""

@@ -14,8 +14,9 @@
 4. **Scales after the update** (`precompute_float8_dynamic_scale_for_fsdp`): weights change there
    alone, so one all-reduce finds all scales (`after_update`), and gathers send at once.
 
-Tensor parallelism gathers inputs in float8, too (`tensor.py`). Beside it lie `checks.py` (other
-keys, model, machine), `package.py` (torchao), `report.py`, `plan_memory.py` and `plan_speed.py`.
+Tensor parallelism gathers inputs in float8, too (`tensor_parallel.py`). Beside it lie `checks.py`
+(other keys, model, machine), `package.py` (torchao), `report.py`, `plan_memory.py` and
+`plan_speed.py`.
 MXFP8 is a subclass (`titanlite.features.mx`). The keys are `titanlite.config.sections.Float8`.
 Files that need torch are imported where they are used.
 """
@@ -85,10 +86,10 @@ class Float8Feature(Feature):
 
     def after_sharding(self, builder: ModelBuilder, model: nn.Module) -> None:
         """Let FSDP send float8 weights over a backend that does not know them."""
-        from titanlite.features.float8 import gathered, tensor
+        from titanlite.features.float8 import gathered, tensor_parallel
 
         gathers = self.section.enable_fsdp_float8_all_gather
-        if gathers and not tensor.sends_float8(builder.mesh["dp_shard"]):
+        if gathers and not tensor_parallel.sends_float8(builder.mesh["dp_shard"]):
             gathered.gather_as_bytes(model)
 
     # The step: `titanlite.assembly` calls this

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from titanlite.features.float8 import gathered, tensor
+from titanlite.features.float8 import gathered, tensor_parallel
 from titanlite.features.float8.package import float8_linears, torchao
 from titanlite.parallel.feature_linear import FeatureLinear
 
@@ -66,12 +66,12 @@ def _linear_class() -> type[nn.Module]:
         def tensor_style(
             self, kind: str, output: Placement, mesh: DeviceMesh
         ) -> ParallelStyle | None:
-            if kind not in tensor.KINDS:
+            if kind not in tensor_parallel.KINDS:
                 return None
-            return tensor.float8_style(kind, output, mesh)
+            return tensor_parallel.float8_style(kind, output, mesh)
 
         def input_cast(self, mesh: DeviceMesh) -> Callable[[Tensor, nn.Module], Tensor] | None:
-            return tensor.input_cast() if tensor.sends_float8(mesh) else None
+            return tensor_parallel.input_cast() if tensor_parallel.sends_float8(mesh) else None
 
         def weights_replaced(self) -> None:
             gathered.forget_scale(self.weight)

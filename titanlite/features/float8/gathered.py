@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite.dist.local import wrapper_of
+from titanlite.dist.local_parts import wrapper_of
 from titanlite.features.float8.package import float8_linears, torchao
 from titanlite.parallel.meshes import fsdp_mesh
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from titanlite.checkpoint.load import Loader
 from titanlite.checkpoint.loaded import WEIGHT
-from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.storage import describe, gather
+from titanlite.checkpoint.store_paths import AnyPath, StorePath
 from titanlite.dist.dist_env import DistEnv
 from titanlite.features.lora.digests import digests_of, together
 from titanlite.features.lora.settings import BASE, RECORD, Adapters

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.foreign_weights import Part, Slices, Weights
 from titanlite.checkpoint.hf import DTYPES, open_safetensors
 from titanlite.checkpoint.hf_files import PEFT_CONFIG, PEFT_FILE
 from titanlite.checkpoint.hf_save import as_json, new_folder
-from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.source_model import read_json
-from titanlite.checkpoint.weights import Part, Slices, Weights
+from titanlite.checkpoint.store_paths import AnyPath
 from titanlite.features.lora.settings import DOWN, UP, Adapters, names_at_hf
 from titanlite.models.hf_names import entry_of
 from titanlite.models.spec import ModelSpec, Size

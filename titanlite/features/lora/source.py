@@ -11,7 +11,7 @@ from torch import Tensor
 
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.manifest import FILE, Manifest
-from titanlite.checkpoint.paths import AnyPath
+from titanlite.checkpoint.store_paths import AnyPath
 from titanlite.features.lora.digests import digest_of_tensor
 from titanlite.features.lora.settings import BASE, DOWN, RECORD, UP, Adapters
 from titanlite.models.hf_names import entry_of, texts_of
@@ -52,7 +52,7 @@ def of_checkpoint(folder: AnyPath, manifest: Manifest, read: Read, prefix: str) 
 
 def of_peft(path: AnyPath, spec: Any, args: Any) -> AdapterFiles:
     """Return the adapters in a folder of PEFT's. Raises CheckpointError."""
-    from titanlite.checkpoint.foreign import open_weights
+    from titanlite.checkpoint.foreign_formats import open_weights
     from titanlite.features.lora.peft import base_of
 
     weights = open_weights(path, spec, args)
@@ -74,7 +74,7 @@ def _adapters(record: Mapping[str, Any], shape: Callable[[str], Sequence[int]]) 
 
 def base_path(files_base: str, given: AnyPath | None, adapters: AnyPath) -> AnyPath:
     """Return where the weights under adapters are. given: by the user. Raises CheckpointError."""
-    from titanlite.checkpoint.paths import to_path
+    from titanlite.checkpoint.store_paths import to_path
 
     if given is not None:
         return given

@@ -87,7 +87,7 @@ class PipelineModel(nn.Module):
             )
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """Return the modules that this rank runs, see `titanlite.dist.local.parts_of`."""
+        """Return the modules that this rank runs, see `titanlite.dist.local_parts.parts_of`."""
         return list(self.stages.values())
 
     def train(self, mode: bool = True) -> PipelineModel:

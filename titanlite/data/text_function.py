@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from titanlite.config.data_sections import DataSource
 from titanlite.config.own_functions import load_function
 from titanlite.data import DataError
-from titanlite.data.corpus import Corpus, tokenize
+from titanlite.data.named_texts import key_of
 from titanlite.data.records import Columns, Record, refuse_surrogates, strings_of
 from titanlite.data.text_files import columns_of
-from titanlite.data.text_keys import key_of
+from titanlite.data.tokenize_files import Corpus, tokenize
 
 if TYPE_CHECKING:
     from titanlite.data.text import TextReader

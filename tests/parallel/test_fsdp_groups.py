@@ -11,7 +11,7 @@ from torch import nn
 from tests.support.harness import TINY
 from titanlite.dist import ParallelismError
 from titanlite.models import LlamaArgs, get_spec
-from titanlite.parallel.wrapping import FSDPGroup, choose_groups, groups_by_class
+from titanlite.parallel.fsdp_groups import FSDPGroup, choose_groups, groups_by_class
 
 SPEC = get_spec("llama3")
 

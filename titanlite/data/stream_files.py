@@ -15,14 +15,15 @@ from dataclasses import replace
 from typing import Any, cast
 
 from titanlite.config.data_sections import DataSource
-from titanlite.config.text_names import HubText, hub_text
+from titanlite.config.dataset_names import HubText, hub_text
 from titanlite.config.urls import public_name
 from titanlite.data import DataError
-from titanlite.data.choose import choose, listing_of, named_files
+from titanlite.data.choose_files import choose, listing_of, named_files
 from titanlite.data.connectivity import COPY, reach
+from titanlite.data.file_kinds import Format, is_hidden
 from titanlite.data.file_stamps import stamp_of
-from titanlite.data.kinds import Format, is_hidden
 from titanlite.data.listing import FoundFile, Listing, Place
+from titanlite.data.named_texts import key_of
 from titanlite.data.records import Columns
 from titanlite.data.remote import (
     check_url,
@@ -33,7 +34,6 @@ from titanlite.data.remote import (
 )
 from titanlite.data.splits import ALL_SPLITS
 from titanlite.data.text_files import TextFiles
-from titanlite.data.text_keys import key_of
 from titanlite.utils import counted, logger, pip_install
 
 #: Seconds for a remote source to list its files.
@@ -79,7 +79,7 @@ def _stamp(url: str, patience: float) -> str:
 
 
 def url_text(place: Place) -> Listing:
-    """Return the text behind a URL, by the rules of `titanlite.data.choose`.
+    """Return the text behind a URL, by the rules of `titanlite.data.choose_files`.
 
     Of a folder without any name of a kind of text all files are read. Raises
     DataError, naming the key, if there are none, the store cannot be asked, or a folder leaves open

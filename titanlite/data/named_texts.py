@@ -15,7 +15,7 @@ from titanlite.data import DataError
 from titanlite.data.token_paths import is_of_tokens
 
 if TYPE_CHECKING:
-    from titanlite.data.kinds import Format
+    from titanlite.data.file_kinds import Format
     from titanlite.data.listing import UnclearTextError
 
 

@@ -25,7 +25,7 @@ from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.listing import Place
 from titanlite.data.records import Columns
-from titanlite.data.shards import url_text
+from titanlite.data.stream_files import url_text
 from titanlite.data.text import build_dataset
 from titanlite.data.text_files import TextFiles
 from titanlite.data.tokenizer import load_tokenizer
@@ -147,8 +147,8 @@ def test_s3_text_with_faults(server: HubServer, monkeypatch: pytest.MonkeyPatch)
         assert url_text(Place(f"{folder}*.gz", "key")).files == (f"{folder}a.jsonl.gz",)
         names = [f"{folder}a.jsonl.gz", f"{folder}c.parquet"]
         for name in names:
-            server.fail("*/d/*", cut=20_000, times=12)
-            server.fail("*/d/*", status=503, times=6)
+            server.fail("*/d/*", cut=20_000, times=2)
+            server.fail("*/d/*", status=503, times=3)
             assert list(read(name)) == TEXTS
             assert [fault.times for fault in server.faults[:2]] == [
                 0,
@@ -177,11 +177,11 @@ def test_an_empty_file_that_is_read_at_the_start_is_named(server: HubServer) -> 
 
 CLIENT = """
 import json, os
-from titanlite.config.text_names import HubText, hub_text
+from titanlite.config.dataset_names import HubText, hub_text
 from titanlite.data import DataError
 from titanlite.data.records import Columns
 from titanlite.data.text_files import TextFiles
-from titanlite.data.shards import hub_files
+from titanlite.data.stream_files import hub_files
 
 os.environ["HF_TOKEN"] = "hf_right"
 found = {}

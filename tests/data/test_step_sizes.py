@@ -14,11 +14,11 @@ from tests.support.sources import Numbers
 from titanlite.checkpoint.resume import load_text
 from titanlite.config.data_sections import DataPhase
 from titanlite.data import DataError
-from titanlite.data.course import FRESH, Course, Progress, StepSize
 from titanlite.data.loader import Fetched, TrainLoader
 from titanlite.data.phases import Phases
 from titanlite.data.rows import Row
 from titanlite.data.skip_ranges import Range, ranges_of_steps, skip_to, take
+from titanlite.data.step_sizes import FRESH, Course, Progress, StepSize
 from titanlite.metrics.anomalies import steps_text
 from titanlite.optim.schedule import LearningRate, Schedule
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import FILE, CheckpointError, Manifest, read_manifest
-from titanlite.checkpoint.paths import AnyPath
+from titanlite.checkpoint.store_paths import AnyPath
 from titanlite.cli.checkpoint_folders import checkpoint_of
 from titanlite.cli.run_figures import to_json
 from titanlite.config import trust

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol, runtime_checkable
 
 from titanlite.assembly.model import ModelParts
-from titanlite.data.course import StepSize
+from titanlite.data.step_sizes import StepSize
 from titanlite.run.config import RunConfig
 from titanlite.utils import counted, logger
 

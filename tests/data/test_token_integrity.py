@@ -18,7 +18,7 @@ from tests.support.processes import titanlite
 from tests.support.token_folders import TOKENIZER, write_megatron, write_prepared
 from titanlite.checkpoint.manifest import file_digest
 from titanlite.cli.main import main
-from titanlite.data import DataError, token_checks
+from titanlite.data import DataError, token_integrity
 from titanlite.data.prepared_tokens import fingerprint_of
 from titanlite.data.sequences import PackedDataset
 from titanlite.data.token_files import TokenFiles, TokenKeys, open_tokens
@@ -76,8 +76,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(path.name)
         return hash_of(path)
 
-    hash_of = token_checks.hash_of
-    monkeypatch.setattr(token_checks, "hash_of", digest)
+    hash_of = token_integrity.hash_of
+    monkeypatch.setattr(token_integrity, "hash_of", digest)
     return names
 
 
@@ -138,8 +138,8 @@ def test_one_process_of_a_machine_compares_a_part_and_the_others_wait(tmp_path: 
     part = tmp_path / "part.bin"
     part.write_bytes(b"tokens")
     # A comparison would find another hash.
-    hashes = token_checks.PartHashes({part: "xxh3:0"}, tmp_path / "records")
-    check = token_checks.HashCheck([hashes], "")
+    hashes = token_integrity.PartHashes({part: "xxh3:0"}, tmp_path / "records")
+    check = token_integrity.HashCheck([hashes], "")
     with hashes.alone():
         check.begin(0)
         assert check.settle(0.5) == 1, "it waits"

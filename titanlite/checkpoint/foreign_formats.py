@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.foreign_weights import Part, Weights
 from titanlite.checkpoint.hf_files import holds_adapters, is_torchtitan
 from titanlite.checkpoint.manifest import Manifest
-from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.source_model import differences, read_model, remedy
-from titanlite.checkpoint.weights import Part, Weights
+from titanlite.checkpoint.store_paths import AnyPath, StorePath
 from titanlite.models.spec import ModelSpec
 
 #: Function that recognizes a format by its files → function that opens its weights.

@@ -11,7 +11,7 @@ import torch
 from tests.support.processes import ROOT, python
 from tests.support.tiny import EIGHT_STEPS
 from titanlite import exit_codes
-from titanlite.assembly.supported import TESTED, accelerator_warning
+from titanlite.assembly.tested_machines import TESTED, accelerator_warning
 from titanlite.cli import doctor
 
 # What Python has not on Windows.
@@ -22,8 +22,8 @@ for module in ("fcntl", "grp", "pwd", "resource", "termios"):
 for name in ("SIGHUP", "SIGKILL", "SIGQUIT", "SIGUSR1", "SIGUSR2"):
     delattr(signal, name)
 from types import SimpleNamespace
-from titanlite.assembly import supported
-supported.os = SimpleNamespace(name="nt")
+from titanlite.assembly import tested_machines
+tested_machines.os = SimpleNamespace(name="nt")
 """
 REFUSAL = (
     "error: titanlite needs the signals and file locks of Linux or macOS, and this is Windows: "
@@ -97,7 +97,8 @@ import sys, torch
 real = torch.accelerator.current_accelerator
 def fake(check_available=False):
     asks = sys._getframe(1).f_globals["__name__"]
-    return torch.device("xpu") if asks == "titanlite.assembly.supported" else real(check_available)
+    ours = asks == "titanlite.assembly.tested_machines"
+    return torch.device("xpu") if ours else real(check_available)
 torch.accelerator.current_accelerator = fake
 from titanlite.main import main
 main(sys.argv[1:])

@@ -17,7 +17,7 @@ from titanlite import exit_codes
 from titanlite.assembly.folders import lock_folders
 from titanlite.checkpoint import retention
 from titanlite.checkpoint.manifest import PIN, REASON
-from titanlite.checkpoint.paths import write_new, write_whole
+from titanlite.checkpoint.store_paths import write_new, write_whole
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Checkpoint
 from titanlite.metrics.trackers import TrackedRun, Tracker
@@ -50,7 +50,7 @@ MORE = (
 BY_NAME = Counter(
     {
         "checkpoint/hf_save.py": 4,
-        "checkpoint/paths.py": 2,
+        "checkpoint/store_paths.py": 2,
         "checkpoint/retention.py": 2,
         "data/tokenizer/hf_export.py": 1,
         "exit_codes.py": 1,

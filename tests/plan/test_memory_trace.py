@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.plan.measured import CASES, allocated, measure, planned
 from tests.support.pool import Pools
-from titanlite.cli.plan.trace import trace
+from titanlite.cli.plan.memory_trace import trace
 from titanlite.config.errors import ConfigError
 from titanlite.plan.memory import estimate
 from titanlite.plan.parts import PARTS

@@ -23,9 +23,9 @@ from titanlite.metrics.watchdog import PeerError
 from titanlite.parallel.compile import CompileError
 from titanlite.plan import start_rows as rows_module
 from titanlite.plan.memory import estimate
+from titanlite.plan.out_of_memory import memory_report
 from titanlite.plan.parts import GIB, needed_bytes
-from titanlite.plan.peak import PeakCheck
-from titanlite.plan.runtime import memory_report
+from titanlite.plan.peak_check import PeakCheck
 from titanlite.plan.start_rows import start_rows
 from titanlite.resolve.load import check_config
 from titanlite.run.config import RunConfig

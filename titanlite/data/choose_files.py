@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from titanlite.config.toml import quote
 from titanlite.data import DataError
-from titanlite.data.kinds import KINDS, Format, why_no_text
+from titanlite.data.file_kinds import KINDS, Format, why_no_text
 from titanlite.data.listing import FoundFile, Listing, Place, UnclearTextError, some_of
 from titanlite.data.splits import ALL_SPLITS, SPLIT_WORDS, are_apart, split_of
 from titanlite.utils import counted

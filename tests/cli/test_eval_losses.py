@@ -18,7 +18,7 @@ from tests.support.texts import write_texts
 from tests.support.whole_runs import train_run
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.cli.checkpoint_folders import checkpoint_of
-from titanlite.cli.eval_text import config_of, read_texts
+from titanlite.cli.eval_losses import config_of, read_texts
 from titanlite.config.errors import ConfigError
 from titanlite.validation import ValidationResult
 

@@ -1,6 +1,6 @@
 """The first process of a container.
 
-    python -m titanlite.launch.container COMMAND [ARGUMENT ...]
+    python -m titanlite.launch.container_start COMMAND [ARGUMENT ...]
 
 It becomes the command. SageMaker starts a container with the command `train`, which stands for the
 job that is described below /opt/ml.
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from titanlite.dist.process import count_gpus
+from titanlite.dist.process_settings import count_gpus
 from titanlite.launch.instances import network_environment
 from titanlite.plan.hardware import INSTANCES
 from titanlite.utils import parse_json

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from titanlite.dist import ParallelismError
-from titanlite.dist.local import parts_of
+from titanlite.dist.local_parts import parts_of
 from titanlite.parallel.fsdp_private import parameter_groups, ranks_of
 from titanlite.utils import counted
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from titanlite.data.corpus import DocumentArray
-from titanlite.data.token_checks import check_offsets
+from titanlite.data.token_integrity import check_offsets
+from titanlite.data.tokenize_files import DocumentArray
 
 #: Part of the fingerprint of token files. Change it with anything that changes their rows.
 ORDER = "windows of the stream of tokens, order 1"
@@ -64,7 +64,7 @@ class Part(DocumentArray):
 
     def check_offsets(self) -> None:
         """Raise DataError where documents do not follow each other, see
-        `titanlite.data.token_checks`.
+        `titanlite.data.token_integrity`.
         """
         check_offsets(self.file.with_suffix(".offsets"), self.find_offsets(), self.size)
 

@@ -30,12 +30,12 @@ from titanlite.cli.plan.memory_meter import MemoryMeter
 from titanlite.config.errors import bad_flag, unfit
 from titanlite.data.loader import Batch
 from titanlite.dist.dist_env import DistEnv
-from titanlite.dist.local import parts_of
+from titanlite.dist.local_parts import parts_of
 from titanlite.features.context import attention as context_attention
-from titanlite.features.float8 import tensor as float8_tensor
+from titanlite.features.float8 import tensor_parallel as float8_tensor
 from titanlite.models import autograd, layers
 from titanlite.optim import gradients
-from titanlite.parallel import one_rank, tensor
+from titanlite.parallel import fsdp_one_rank, tensor
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.plan.loss_ops import loss_of
 from titanlite.plan.parts import VOCABULARY, RankMemory
@@ -214,7 +214,7 @@ def _like_gpu() -> Iterator[None]:
         mock.patch.object(autograd, "_RmsNorm", _FusedNorm),
         mock.patch.object(context_attention, "attend", attend),
         mock.patch.object(gradients, "_NORM_CHUNK", sys.maxsize),
-        mock.patch.object(one_rank, "casts_together", lambda _: True),
+        mock.patch.object(fsdp_one_rank, "casts_together", lambda _: True),
     ):
         yield
 

@@ -7,7 +7,7 @@ import re
 from titanlite.exit_codes import memory_error_of
 from titanlite.plan.memory import estimate, with_vocabulary
 from titanlite.plan.parts import PARTS
-from titanlite.plan.peak import OTHER_PHASES
+from titanlite.plan.peak_check import OTHER_PHASES
 from titanlite.run.config import RunConfig
 from titanlite.utils import Table, human_bytes, render
 
