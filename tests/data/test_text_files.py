@@ -253,6 +253,7 @@ def test_bad_columns_are_named_by_row(tmp_path: Path, values: object, message: s
             b'[{"text": "a"}]',
             "found list; of an array `jq -c '.[]'`",
         ),
+        ("a", b'[\n{"text": "a"}\n]', "Of an array `jq -c '.[]'` writes them"),
         ("a.CSV", b"text\na\n", "CSV is not read; write parquet: python -c"),
         ("a.tsv.gz", gzip.compress(b"text\na\n"), "CSV is not read"),
         ("a.parquet", b"<!DOCTYPE html>", "is no parquet file; copy it again"),

@@ -105,6 +105,7 @@ GONE = {
     "config show --aws-fsdp": "docs/config.md has the key of each argument",
     "data peek --rank": "--first N has the number of a sequence, as in guard.jsonl",
     "data peek --step": "--first N has the number of a sequence, as in guard.jsonl",
+    "data prepare --record": "docs/data.md has commands that write other records as these",
     "data verify --json": "the exit status tells whether the folder is whole",
     "doctor --json": "the exit status tells whether there are errors",
     "eval --nproc-per-node": "`torchrun --nproc_per_node 8 -m titanlite eval` starts several ranks",

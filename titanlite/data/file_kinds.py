@@ -76,6 +76,11 @@ def kind_of_name(name: str) -> Kind | None:
     return _BY_SUFFIX[found[1]] if found else None
 
 
+def is_csv(name: str) -> bool:
+    """Return whether a file is CSV or TSV by its name, perhaps compressed."""
+    return kind_of_name(name) is None and bool({"csv", "tsv"} & {*name.lower().split(".")[1:]})
+
+
 def is_hidden(path: str) -> bool:
     """Return whether programs that read folders of data leave a file out, by its path below the
     folder. Names of source code may begin with `_`, as `__init__.py`.
@@ -94,6 +99,8 @@ def why_no_text(path: str) -> str | None:
     if _ABOUT_DATA.fullmatch(name.lower()):
         return "about the data"
     kind = kind_of_name(name)
+    if is_csv(name):
+        return "CSV, for which docs/data.md has a command"
     if kind is None:
         return "other kinds of files"
     is_documentation = _DOCUMENTATION.fullmatch(name) or _DOCUMENTATION_IN_CAPITALS.fullmatch(name)

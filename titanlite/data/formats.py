@@ -10,6 +10,8 @@ import gzip
 import io
 import itertools
 import json
+import os
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -19,7 +21,7 @@ from typing import Any, BinaryIO, cast
 from titanlite.config.urls import public_name
 from titanlite.data import DataError
 from titanlite.data.compression import DamagedError, decompressed, is_compressed
-from titanlite.data.file_kinds import WHOLE, Format, kind_of_name
+from titanlite.data.file_kinds import WHOLE, Format, is_csv, kind_of_name
 from titanlite.data.records import Columns, Record, strings_of
 
 _MAGIC: dict[bytes, Format] = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
@@ -155,9 +157,10 @@ def _kind_of(head: bytes, name: str) -> Format:
         raise DataError(f"{name} is a file of another kind; expected {_EXPECTED}")
     if named is not None:
         return named
-    if {".csv", ".tsv"} & {*Path(name.lower()).suffixes}:
+    if is_csv(os.path.basename(name)):
         raise DataError(f"{name}: CSV is not read; write parquet: {_TO_PARQUET}")
-    return "json" if start.startswith(b"{") else "text"
+    # An array is refused with the command that cuts it up.
+    return "json" if re.match(rb"\{|\[\s*\{", start) else "text"
 
 
 def json_lines(

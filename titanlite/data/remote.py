@@ -7,7 +7,7 @@ from __future__ import annotations
 import io
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from titanlite.config.urls import chain_problem, login_problem, public_name, store_needs
@@ -158,10 +158,28 @@ def _status(error: BaseException) -> int | None:
     return getattr(response, "status_code", None) or getattr(error, "status", None)
 
 
+class _Checked:
+    """A session of aiohttp that hands size and headers of each answer with bytes of a file on."""
+
+    def __init__(
+        self, session: Any, check: Callable[[int | None, Mapping[str, Any]], None]
+    ) -> None:
+        self._session = session
+        self._check = check
+
+    async def get(self, url: Any, **options: Any) -> Any:
+        answer = await self._session.get(url, **options)
+        if answer.status in (200, 206):
+            total = answer.headers.get("Content-Range", "").rpartition("/")[2]
+            self._check(int(total) if total.isdigit() else None, answer.headers)
+        return answer
+
+
 class RemoteReader(io.RawIOBase):
     """A file behind a URL, from any byte on.
 
-    After a failure it is opened again. Raises DataError where it is another file then.
+    After a failure it is opened again. Raises DataError where an answer is of another file than the
+    first one.
     """
 
     def __init__(self, name: str, patience: float) -> None:
@@ -187,18 +205,27 @@ class RemoteReader(io.RawIOBase):
             # Its listing may be old.
             system.invalidate_cache(path)
         info = system.info(path)
-        tag = str(info.get("ETag") or "").removeprefix("W/") or None
-        found = info.get("size"), tag, str(info.get("Last-Modified") or "") or None
+        self._check(info.get("size"), info)
+        if is_http:
+            # Else fsspec asks for it again.
+            options["size"] = info.get("size")
+        self._file = system.open(path, "rb", cache_type="none", **options)
+        # Stores compare the tag themselves. Of HTTP two ranges may be of two files.
+        if is_http and hasattr(self._file, "session"):
+            self._file.session = _Checked(self._file.session, self._check)
+
+    def _check(self, size: int | None, about: Mapping[str, Any]) -> None:
+        """Note what tells the file from others, or compare it. about: fsspec's or HTTP's
+        headers.
+        """
+        tag = str(about.get("ETag") or "").removeprefix("W/") or None
+        found = size, tag, str(about.get("Last-Modified") or "") or None
         self.identity = self.identity or found
         for before, now in zip(self.identity, found, strict=True):
             if before is not None and now is not None and before != now:
                 raise DataError(
                     f"{self._name} has changed while it was read: run on the text as it was"
                 )
-        if is_http:
-            # Else fsspec asks for it again.
-            options["size"] = info.get("size")
-        self._file = system.open(path, "rb", cache_type="none", **options)
 
     def _timeouts(self) -> dict[str, Any]:
         """Return options of fsspec's HTTP: a large file may take long, and a server that says

@@ -28,6 +28,9 @@ class _Mixture(Struct):
 def check_mixture(state: dict[str, Any]) -> None:
     """Check a mixture's state, without those of its sources. Raises StateError."""
     found = checked(state, _Mixture, "rows")
+    if state.get("seeds"):
+        # A version before this one wrote them for sources whose names were whole URLs.
+        raise refusal("seeds", [*state["seeds"]], "an order of sources that is read no more")
     names = found.names
     if len(set(names)) < len(names):
         raise refusal("names", names, "no list of different names")
