@@ -102,7 +102,7 @@ def test_the_feature_of_the_page_trains_and_is_not_there_when_it_is_off(
 
 @pytest.mark.slow
 def test_the_command_and_the_variance_are_those_of_the_paper(site: Path) -> None:
-    assert re.search(r"^  noise +print the noise", run(site, "--help").stdout, re.M)
+    assert re.search(r"^  noise +of the package gradient_noise", run(site, "--help").stdout, re.M)
     done = run(site, "noise", "noise.toml")
     assert float(done.stdout.split()[1]) == pytest.approx((0.01 / 3**0.55) ** 0.5, rel=1e-3)
     program = """
@@ -150,3 +150,21 @@ def test_without_the_package_its_section_is_unknown(site: Path) -> None:
     done = python("-m", "titanlite", "config", "check", site / "noise.toml")
     assert done.returncode == 2
     assert "[gradient_noise]: unknown section" in done.stderr
+
+
+def test_a_package_that_cannot_be_imported_harms_what_names_it_alone(tmp_path: Path) -> None:
+    """Also one whose command has the name of a command of the core."""
+    (tmp_path / "broken.py").write_text("import there_is_no_such_module\n")
+    (tmp_path / "broken-1.dist-info").mkdir()
+    (tmp_path / "broken-1.dist-info" / "METADATA").write_text("Name: broken\nVersion: 1\n")
+    points = "[titanlite.commands]\nthin = broken:add\ntrain = broken:add\n"
+    points += "[titanlite.features]\nthin = broken:Thin\n"
+    (tmp_path / "broken-1.dist-info" / "entry_points.txt").write_text(points)
+    listed = run(tmp_path, "--help")
+    assert listed.returncode == 0
+    assert re.search(r"^  thin +of the package broken", listed.stdout, re.M)
+    assert "torch" in run(tmp_path, "--version").stdout
+    done = run(tmp_path, "config", "check", "debug_model.toml", "--thin.freq=1")
+    assert done.returncode == 2
+    assert "[thin]: broken:Thin cannot be imported: ModuleNotFoundError" in done.stderr
+    assert run(tmp_path, "config", "check", "debug_model.toml").returncode == 0

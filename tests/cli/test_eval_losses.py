@@ -124,6 +124,8 @@ def test_ranks_of_torchrun_measure_together_and_one_prints_the_table(
 
 def test_a_kept_config_with_keys_that_are_gone_is_evaluated(tmp_path: Path) -> None:
     toml = "float8.drift_check = 5\ntraining.fsdp_units = 'size'\ntraining.fsdp_min_params = 9\n"
+    toml += "sample.prompts = ['a']\nsample.freq = 2\ncheckpoint.hub_private = false\n"
+    toml += "launch.role = 'arn'\nlaunch.channels = {a = 's3://b'}\n"
     manifest: Any = SimpleNamespace(config={"toml": toml})
     assert config_of(tmp_path, manifest, None, [], 1).training.fsdp_units == "block"
 

@@ -121,9 +121,11 @@ def _metrics(
     parts: TrainingComponents, gc: GarbageCollection, figures: Sequence[Any]
 ) -> MetricsLogger:
     run = parts.run
-    flops = {}
-    for batch in (run.batch, *run.legs.values()):
-        flops[batch.seq_len] = run.flops_per_token(parts.args, batch.seq_len)
+    flops = {run.batch.seq_len: run.flops_per_token(parts.args, run.batch.seq_len)}
+    for phase in run.data.phase:
+        # A resume may have legs that the run from its start does not have.
+        if phase.seq_len is not None:
+            flops[phase.seq_len] = run.flops_per_token(parts.args, phase.seq_len)
     meter = Throughput(parts.world.size, flops, _peak_flops(parts))
     toml = public_config(run.toml)
     return MetricsLogger(run.metrics, run.job, parts.world, toml, meter, gc.read, figures)

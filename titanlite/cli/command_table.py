@@ -30,18 +30,24 @@ def place_of(command: str) -> str | None:
 
 
 def make_parser(command: str | None = None) -> Parser:
-    """Return the parser of one command; None: of all, those of the core first."""
+    """Return the parser of one command; None: of all, those of the core first.
+
+    Commands of other packages are listed by name alone: a list runs no code of theirs.
+    """
     parser = top_parser()
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     if command is not None:
         doors.load(place_of(command) or "")(commands)
         return parser
-    for place in dict.fromkeys(COMMANDS.values()):
-        doors.load(place)(commands)
-    for place in doors.installed("commands").values():
-        doors.load(place)(commands)
+    for place in (*COMMANDS.values(), *doors.OURS["commands"].values()):
+        if not doors.lack(place):
+            doors.load(place)(commands)
     # argparse has one list of commands; its help can show the end of it under a title of its own.
     listed = commands._choices_actions
+    for name, place in doors.of_packages("commands").items():
+        if name not in COMMANDS:
+            package = place.partition(":")[0].partition(".")[0]
+            listed.append(commands._ChoicesPseudoAction(name, (), f"of the package {package}"))
     beside = parser.add_argument_group("commands beside the core")
     beside._group_actions += listed[len(COMMANDS) :]
     del listed[len(COMMANDS) :]

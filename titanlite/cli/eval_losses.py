@@ -63,6 +63,17 @@ _NO_TRAINING = (
     # Keys of earlier versions that are gone.
     "--float8.drift_check=0",
     "--training.fsdp_min_params=100000000",
+    "--sample.prompts=[]",
+    "--sample.freq=500",
+    "--sample.max_tokens=64",
+    "--sample.temperature=0.0",
+    "--sample.seed=0",
+    "--checkpoint.hub_ema=false",
+    "--checkpoint.hub_private",
+    "--launch.role=",
+    "--launch.channels={}",
+    "--launch.checkpoint_s3=",
+    "--launch.spot_wait=",
 )
 
 

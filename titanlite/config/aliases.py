@@ -173,12 +173,23 @@ def known_sections() -> frozenset[str]:
     return frozenset(found)
 
 
+#: Section of another package → why its code cannot be imported.
+BROKEN: dict[str, str] = {}
+
+
 def learn(section: str) -> None:
     """Make the keys of another package's feature known, if there is one of this name."""
     if not section or section in known_sections():
         return
     place = doors.of_packages("features").get(section)
-    owner = doors.load(place).section_class if place else None
+    if place is None:
+        return
+    try:
+        owner = doors.load(place).section_class
+    except Exception as error:
+        # Whatever code of others raises.
+        BROKEN[section] = f"{place} cannot be imported: {error!r}"
+        return
     if owner is not None:
         OTHERS[section] = owner
         for names in (sections, keys, tables, known_names, known_sections):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titanlite.config.aliases import known_names, known_sections
+from titanlite.config.aliases import BROKEN, known_names, known_sections
 from titanlite.config.errors import Problem, Source, nearest
 from titanlite.config.keys import tables
 from titanlite.config.unsupported_keys import NAMES
@@ -12,6 +12,9 @@ _HELP = "`titanlite config explain` lists the keys"
 
 def unknown_section(name: str, source: Source) -> Problem:
     """Return the problem of an unknown section, with the nearest one."""
+    if name in BROKEN:
+        hint = "mend or remove the package, or leave the section out"
+        return Problem("missing-package", f"[{name}]", BROKEN[name], hint, source.place)
     close = nearest(name, known_sections())
     hint = f"nearest section: [{close[0]}]" if close else _HELP
     return Problem("unknown-section", f"[{name}]", "unknown section", hint, source.place)
@@ -25,6 +28,8 @@ def unknown(name: str, source: Source) -> Problem:
     code, message = "unknown-key", "unknown key"
     if table := next((key for key in tables() if name.startswith(f"{key}.")), ""):
         message = f"names no entry of {table}; one that is a table is one value, as {{factor = 8}}"
+    elif section in BROKEN:
+        return unknown_section(section, source)
     elif section and section not in known_sections():
         code, message = "unknown-section", f"unknown section [{section}]"
     return Problem(code, name, message, _meant(name, last), source.place)
