@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -134,6 +135,7 @@ class TunedArgs(LlamaArgs):
     """Arguments that no code but this names."""
 
     gain: float = 2.0
+    shift: float = -0.5
     penalty: float = argument(0.5, of_training=True, may_be_zero=True)
     narrow: int | None = argument(None, decides="narrow_width")
 
@@ -164,8 +166,25 @@ def test_a_new_argument_is_declared_in_one_place() -> None:
     assert told(changed(narrow=32)) == (True, False)
     assert told(changed(narrow=16)) == (True, True)
     assert told(changed(max_seq_len=64)) == (False, False)
+    assert told(changed(shift=0.5)) == (True, True)
     wanted = "gain must be positive, got 0.0; .*penalty must not be negative, got -1.0"
     with pytest.raises(ShapeError, match=wanted):
         changed(gain=0.0, penalty=-1.0)
     kept = changed(gain=3.0, penalty=0.25)
     assert from_record(as_record(TUNED_NAME, kept)) == (TUNED_NAME, kept)
+
+
+@dataclass(frozen=True)
+class RoutedArgs:
+    """Arguments of a model of a user, as 0.2.0 knew them: nothing is declared."""
+
+    dim: int = 8
+    max_seq_len: int = 16
+    aux_loss: float = 0.01
+
+
+def test_checkpoints_of_0_2_0_with_arguments_of_a_user_are_resumed() -> None:
+    tokenizer: Any = SimpleNamespace(fingerprint="")
+    found = weights_fingerprints("mine.py:SPEC", RoutedArgs(), tokenizer)
+    shape = b'{"dim": 8, "model": "mine.py:SPEC"}'
+    assert found["model"] == hashlib.sha256(shape).hexdigest()[:16]

@@ -29,6 +29,7 @@ from titanlite.plan.peak_check import PeakCheck
 from titanlite.plan.start_rows import start_rows
 from titanlite.resolve.load import check_config
 from titanlite.run.config import RunConfig
+from titanlite.utils import logger
 
 #: As torch words it, with 6.3 GiB that the allocator holds and cannot use.
 ON_GPU = torch.OutOfMemoryError(
@@ -168,13 +169,19 @@ def checked_peak(share: float, *flags: str, phases: Sequence[str] = (), rank: in
     return text
 
 
-def test_the_measured_peak_is_compared_once_and_reported_where_far_apart() -> None:
+def test_the_measured_peak_is_compared_once_and_reported_where_far_apart(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
     near = checked_peak(0.9, phases=["optimizer"], rank=1)
     shown = r"memory of step 2: measured .* GiB at the peak of rank 1, planned .* GiB \(-10.0%\)$"
     assert re.search(shown, near)
     far = checked_peak(1.2, rank=1)
+    assert caplog.records[-1].levelname == "INFO", "the console shows warnings of all ranks"
     assert "(+20.0%): more than 15% apart" in far
     assert far.endswith("Please report it with config.toml and logs/rank_1.log of out")
+    checked_peak(1.2)
+    assert caplog.records[-1].levelname == "WARNING"
     assert checked_peak(1.2, "--small").endswith("(+20.0%)"), "work spaces of CUDA's libraries"
     compiled = checked_peak(0.7, "--training.compile")
     assert "planned at most" in compiled and compiled.endswith("(-30.0%)"), "compilers save memory"

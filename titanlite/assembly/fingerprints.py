@@ -13,6 +13,9 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.fields import is_of_training
 from titanlite.utils import is_dotted
 
+#: Left out of the arguments of any model, as in checkpoints of 0.2.0: weights of routers' losses.
+_NEVER = ("aux_loss", "z_loss")
+
 
 def fingerprints(model: str, args: Any, datasets: Datasets) -> dict[str, str]:
     """Return what two runs must share for one to resume the other's checkpoints.
@@ -31,7 +34,7 @@ def weights_fingerprints(model: str, args: Any, tokenizer: Tokenizer) -> dict[st
     """Return the part of `fingerprints` on which the meaning of weights depends."""
     shape = asdict(args)
     for one in fields(args):
-        if is_of_training(type(args), one.name):
+        if one.name in _NEVER or is_of_training(type(args), one.name):
             del shape[one.name]
     if is_dotted(model):
         shape["model"] = os.path.basename(model)

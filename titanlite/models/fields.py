@@ -2,7 +2,8 @@
 against them. No torch here.
 
 A field is a part of the shape that decides as it stands, and a number is positive. One that is not
-says so where it is declared, by `argument`. So what compares or checks arguments names none.
+says so where it is declared, by `argument` or by its default, which may be zero or negative. So
+what compares or checks arguments names none.
 """
 
 from __future__ import annotations
@@ -52,8 +53,11 @@ def _told(cls: type, name: str) -> Mapping[str, Any]:
     for base in reversed(cls.__mro__):
         declared = vars(base).get("__dataclass_fields__", {}).get(name)
         found.update(declared.metadata if declared is not None else {})
-        if vars(base).get(name) == 0:
-            found["may_be_zero"] = True
+        default = vars(base).get(name)
+        if isinstance(default, (int, float)):
+            found["is_signed"] = default < 0
+            if default == 0:
+                found["may_be_zero"] = True
     return found
 
 
@@ -84,9 +88,10 @@ def out_of_range(args: Any) -> list[str]:
     cls: Any = type(args)
     for one in fields(args):
         value = getattr(args, one.name)
-        if type(value) not in (int, float):
+        told = _told(cls, one.name)
+        if type(value) not in (int, float) or told.get("is_signed"):
             continue
-        may_be_zero = "may_be_zero" in _told(cls, one.name)
+        may_be_zero = "may_be_zero" in told
         if not (0 < value < math.inf or value == 0 and may_be_zero):
             limit = "not be negative" if may_be_zero else "be positive"
             wrong.append(f"{one.name} must {limit}, got {value}")

@@ -66,7 +66,10 @@ class PeakCheck(Callback):
         if wrong <= APART or abs(peak - plan) <= APART_BYTES:
             logger.info(text)
             return
-        logger.warning(
+        # The console shows warnings of all ranks, and those of a pipeline stage are alike.
+        ranks_of_stage = self._run.mesh.world_size // self._run.mesh.pipeline
+        log = logger.info if rank % ranks_of_stage else logger.warning
+        log(
             f"{text}: more than {APART:.0%} apart, so the plan is wrong. Please report it with "
             f"config.toml and logs/rank_{rank}.log of {self._run.job.dump_folder}"
         )
