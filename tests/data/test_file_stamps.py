@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.foreign_tokens import write_raw
 from tests.support.hub_server import HubServer
 from tests.support.s3 import new_bucket, serving
 from tests.support.texts import write_records
@@ -81,6 +82,18 @@ def test_streams_of_a_mixture(tmp_path: Path) -> None:
     put(folder / "1.jsonl", b'{"text": "more"}\n', 0)
     found = file_stamps.difference(before, text_of(folder, data))
     assert found.startswith(f"{folder / '1.jsonl'} has another size (")
+
+
+def test_token_files_whose_fingerprint_is_of_samples(
+    tmp_path: Path, logged: Callable[[], str]
+) -> None:
+    write_raw(tmp_path / "a.bin", range(3, 900))
+    before = saved(text_of(tmp_path / "a.bin"))
+    put(tmp_path / "a.bin", (tmp_path / "a.bin").read_bytes(), 5)
+    assert file_stamps.difference(before, text_of(tmp_path / "a.bin")) == ""
+    assert "a.bin were written again since the checkpoint" in logged()
+    write_raw(tmp_path / "a.bin", range(3, 910))
+    assert "a.bin has another size (" in file_stamps.difference(before, text_of(tmp_path / "a.bin"))
 
 
 @pytest.mark.parametrize("tag", ["ETag", "Last-Modified"])

@@ -1,7 +1,8 @@
-"""What tells the files of a stream from others that take their place: size, and tag or time.
+"""What tells the files of a text from others that take their place: size, and tag or time.
 
-The fingerprint of a text that was read as a whole is of its content; that of a stream is of names
-alone. So checkpoints keep these, and a file of another size or tag ends the resume.
+The fingerprint of a text that was read as a whole, and of a prepared folder, is of its content.
+That of a stream is of names alone, and that of other token files of samples. So checkpoints keep
+these, and a file of another size or tag ends the resume.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from titanlite.config.sections import Training
 from titanlite.config.urls import is_url
 from titanlite.data import DataError
 from titanlite.data.file_kinds import Format
-from titanlite.data.file_stamps import local_stamps
+from titanlite.data.file_stamps import FileStamps, local_stamps
 from titanlite.data.named_texts import held_out_texts, key_of, training_texts
 from titanlite.data.rows import Rows
 from titanlite.data.sequences import PackedDataset
@@ -149,7 +149,12 @@ class TextReader:
             from titanlite.data.token_files import open_source
 
             tokens = open_source(self, source, section)
-            return self._packed(tokens, order, epochs, tokens.listing)
+            rows = self._packed(tokens, order, epochs, tokens.listing)
+            if tokens.index is None:
+                names = tokens.listing.files
+                stamps = self.share(f"stamps of {section}", lambda: local_stamps(names))
+                rows.stamps = FileStamps(names, stamps)
+            return rows
         self._refuse_type(source, section)
         files = self.share(f"files of {section}", lambda: self.files_of(source, section))
         if self._is_stream(files, source):
