@@ -158,7 +158,7 @@ def test_a_package_that_cannot_be_imported_harms_what_names_it_alone(tmp_path: P
     (tmp_path / "broken-1.dist-info").mkdir()
     (tmp_path / "broken-1.dist-info" / "METADATA").write_text("Name: broken\nVersion: 1\n")
     points = "[titanlite.commands]\nthin = broken:add\ntrain = broken:add\n"
-    points += "[titanlite.features]\nthin = broken:Thin\n"
+    points += "[titanlite.features]\nthin = broken:Thin\n[titanlite.trackers]\nthin = broken.a:B\n"
     (tmp_path / "broken-1.dist-info" / "entry_points.txt").write_text(points)
     listed = run(tmp_path, "--help")
     assert listed.returncode == 0
@@ -167,4 +167,7 @@ def test_a_package_that_cannot_be_imported_harms_what_names_it_alone(tmp_path: P
     done = run(tmp_path, "config", "check", "debug_model.toml", "--thin.freq=1")
     assert done.returncode == 2
     assert "[thin]: broken:Thin cannot be imported: ModuleNotFoundError" in done.stderr
+    done = run(tmp_path, "config", "check", "debug_model.toml", "--metrics.trackers=thin")
+    assert done.returncode == 2
+    assert "needs broken.a, which cannot be imported: ModuleNotFoundError" in done.stderr
     assert run(tmp_path, "config", "check", "debug_model.toml").returncode == 0

@@ -62,7 +62,12 @@ def lack(place: str) -> str:
     parts = place.partition(":")[0].split(".")
     for count in range(1, len(parts) + 1):
         package = ".".join(parts[:count])
-        if find_spec(package) is None:
+        try:
+            found = find_spec(package)
+        except Exception as error:
+            # To find a module, the packages around it are imported.
+            return f"needs {package}, which cannot be imported: {error!r}"
+        if found is None:
             return f"needs {package}, which is not installed"
     return ""
 

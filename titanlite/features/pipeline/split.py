@@ -93,8 +93,8 @@ def _named_cuts(names: Sequence[str], points: Sequence[str]) -> list[int]:
         cut = names.index(point)
         if cut <= cuts[-1]:
             raise ParallelismError(
-                f"{point} does not come after {names[cuts[-1]]}, where the stage before it starts: "
-                "name the modules that start all stages but the first, in the order they run"
+                f"{point} does not come after {names[cuts[-1]]}, where the stage before it starts. "
+                "Name the modules that start all stages but the first, in the order they run"
             )
         cuts.append(cut)
     return cuts[1:]
