@@ -183,6 +183,22 @@ class RoutedArgs:
     aux_loss: float = 0.01
 
 
+@dataclass(frozen=True)
+class LaterArgs(RoutedArgs):
+    """The same in a later version."""
+
+    parallel: bool = argument(False, added_later=True)
+
+
+def test_an_argument_that_is_added_later_keeps_the_checkpoints_from_before() -> None:
+    tokenizer: Any = SimpleNamespace(fingerprint="")
+    before, same, other = (
+        weights_fingerprints("mine.py:SPEC", one, tokenizer)["model"]
+        for one in (RoutedArgs(), LaterArgs(), LaterArgs(parallel=True))
+    )
+    assert (same == before, other == before) == (True, False)
+
+
 def test_checkpoints_of_0_2_0_with_arguments_of_a_user_are_resumed() -> None:
     tokenizer: Any = SimpleNamespace(fingerprint="")
     found = weights_fingerprints("mine.py:SPEC", RoutedArgs(), tokenizer)

@@ -28,17 +28,21 @@ def argument(
     decides: str | None = None,
     of_training: bool = False,
     may_be_zero: bool = False,
+    added_later: bool = False,
 ) -> Any:
     """Declare an argument that is no plain part of the shape. A subclass that declares it anew need
     not say so again.
 
     decides: the attribute that stands for it where models are compared, "" if others do.
     of_training: it changes neither weights nor logits; runs that differ in it resume each other's
-    checkpoints. may_be_zero: as arguments may whose default is zero.
+    checkpoints. may_be_zero: as arguments may whose default is zero. added_later: files without it
+    mean its default, and models with its default resume the checkpoints from before.
     """
     told: dict[str, Any] = {}
     if may_be_zero:
         told["may_be_zero"] = True
+    if added_later:
+        told["added_later"] = True
     if of_training:
         told["of_training"] = True
     if decides is not None or of_training:
@@ -64,6 +68,11 @@ def _told(cls: type, name: str) -> Mapping[str, Any]:
 def is_of_training(cls: type, name: str) -> bool:
     """Return whether weights mean the same, whatever the argument is."""
     return bool(_told(cls, name)["of_training"])
+
+
+def is_added_later(cls: type, name: str) -> bool:
+    """Return whether files that lack the argument mean its default."""
+    return "added_later" in _told(cls, name)
 
 
 def deciding(args: Any) -> dict[str, Any]:
