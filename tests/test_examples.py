@@ -66,7 +66,7 @@ class Watch(Callback):
         self.weights = {
             name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()
         }  # type: ignore[operator]
-        self.texts = trainer.parts.datasets.train.documents
+        self.texts = trainer.parts.datasets.train.corpus.documents
         self.first = trainer.parts.datasets.train.sequence(0)
 
     def on_log(self, trainer: Trainer, figures: Mapping[str, float]) -> None:

@@ -54,16 +54,6 @@ def test_a_table_is_plain_where_no_colours_are_wanted(
     assert ("\x1b" in render(Table(("a",), [("b",)]), True)) is bold
 
 
-def test_a_table_wider_than_the_terminal_breaks_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    row = ("outputs/a-run-with-a-long-name", "running", "10 of 20")
-    table = Table(("run", "state", "step"), [row])
-    assert render(table, False).splitlines()[1] == "  ".join(row)
-    assert render(table, True).splitlines()[2:] == [row[0], "  running  10 of 20"]
-    monkeypatch.setenv("COLUMNS", "60")
-    assert render(table, True).splitlines()[1] == "  ".join(row)
-
-
 def test_a_line_that_is_written_in_part_is_an_error_and_the_next_line_is_whole(
     tmp_path: Path,
 ) -> None:

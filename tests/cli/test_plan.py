@@ -89,7 +89,7 @@ def test_the_section_launch_is_the_hardware(plan: Any) -> None:
         (["llama3_8b.toml", "--rank", "0"], "is for one cluster"),
         (
             ["llama3_8b.toml", "--gpus", "12", "--training.global_batch_size=48"],
-            "12 GPUs are no whole machines of 8",
+            "12 GPUs are not whole machines of 8",
         ),
         (["llama3_8b.toml", *H100, "--search", "--exact"], "is not for a search"),
         (["llama3_8b.toml", *H100, "--write", "x.toml"], "give --search"),

@@ -336,7 +336,7 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
         "divide",
         SPLIT,
         f"{PP}degree=4 {SPLIT}=layers.3,layers.2,norm",
-        "layers.2 comes after layers.3",
+        "layers.2 does not come after layers.3",
         4,
     ),
     ("divide", SPLIT, f"{PP2} {SPLIT}=layers.1,layers.2", "one stage per rank: 1 split points", 2),
