@@ -79,7 +79,6 @@ OFF = [
     "metrics/boards",
     "metrics/nan_finder",
     "metrics/profiler",
-    "metrics/samples",
     "models/experts",
     "models/hf",
     "models/linears",

@@ -23,7 +23,6 @@ from titanlite.assembly.datasets import Datasets, read_datasets
 from titanlite.assembly.loaders import LoaderParts, build_loaders
 from titanlite.assembly.model import ModelParts, build_model, build_step
 from titanlite.assembly.own_callbacks import load_callbacks
-from titanlite.assembly.phase_resize import Resizer
 from titanlite.assembly.preflight import check_model
 from titanlite.callbacks import Callback, Callbacks
 from titanlite.config.errors import unfit
@@ -182,9 +181,18 @@ def build(
         loaders=loaders,
         saves=saves,
         course=loaders.course,
-        resize=Resizer(run, model, loaders.course.size(1)),
+        resize=_resizer(run, model, loaders.course.size(1)),
     )
     parts.callbacks, parts.trackers = build_callbacks(parts, watchdog, own)
     if run.debug.deterministic:
         use_deterministic(run.debug.deterministic_warn_only)
     return parts
+
+
+def _resizer(run: RunConfig, model: ModelParts, size: StepSize) -> Callable[[StepSize], object]:
+    """Return what follows the sizes of steps. size: of the first one."""
+    if not run.data.phase:
+        return do_nothing
+    from titanlite.assembly.phase_resize import Resizer
+
+    return Resizer(run, model, size)
