@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 #: Most tokens of the files that docs/architecture.md names as those to read first.
-READING_TOKENS = 17_000
+READING_TOKENS = 17_100
 #: Modules whose functions may take the whole config, or the beginnings of their names.
 MAY_TAKE_ALL = (
     "config.",
@@ -56,7 +56,7 @@ PLAIN_FLAGS = [
 ]
 #: Tokens of the files that it imports, and the share of the lines of their functions that do not
 #: run, in percent: what a run does not turn on is not imported.
-PLAIN_TOKENS, PLAIN_IDLE = 111_000, 27.0
+PLAIN_TOKENS, PLAIN_IDLE = 109_500, 26.8
 FLAGS = [
     "--job.config_file=debug_model.toml",
     "--training.steps=2",
@@ -211,7 +211,7 @@ def density_figures(source: Source) -> list[Figure]:
     top = len(list(source.library.glob("*.py")))
     limits = {"comprehensions": 22.2, "ternaries": 14.3, "tuple = tuple": 2.0}
     return [
-        Figure("tokens", f"{tokens:,}", {"": tokens}, {"": 387_000}),
+        Figure("tokens", f"{tokens:,}", {"": tokens}, {"": 358_500}),
         Figure("tokens a line", f"{dense}", {"": dense}, {"": 5.51}),
         Figure("lines over 100 characters", f"{wide}", {"": wide}, {"": 5}),
         Figure("in 1,000 lines", in_words(shares), shares, limits),
@@ -280,10 +280,10 @@ def reader_figures(source: Source) -> list[Figure]:
     commands = {"of the core": len(COMMANDS), "of contrib": len(OURS["commands"])}
     known = len(keys())
     return [
-        Figure("private functions called once", f"{share} in 1,000 lines", {"": share}, {"": 7.7}),
-        Figure("words of docstrings", f"{words:,}", {"": words}, {"": 67_000}),
+        Figure("private functions called once", f"{share} in 1,000 lines", {"": share}, {"": 7.2}),
+        Figure("words of docstrings", f"{words:,}", {"": words}, {"": 59_500}),
         Figure("commands", in_words(commands), commands, {"of the core": 14, "of contrib": 6}),
-        Figure("keys", f"{known}", {"": known}, {"": 260}),
+        Figure("keys", f"{known}", {"": known}, {"": 245}),
     ]
 
 
