@@ -181,7 +181,9 @@ def hf_folder(root: AnyPath, step: int) -> AnyPath:
 
 
 def last_hf_step(root: AnyPath) -> int:
-    """Return the step of the newest `hf_folder` with a config.json, which is written last; or -1."""
+    """Return the step of the newest `hf_folder` with a config.json, which is written last; or
+    -1.
+    """
     newest = -1
     for name in entries(root):
         match = re.fullmatch(r"step-(\d+)-hf", name)

@@ -319,7 +319,9 @@ def _resumable(
 
 
 def _best(root: AnyPath, valid: Mapping[int, Manifest], count: int) -> set[int]:
-    """Return the `count` steps of lowest loss on each held-out text; of equal losses the earlier."""
+    """Return the `count` steps of lowest loss on each held-out text; of equal losses the
+    earlier.
+    """
     losses = []
     for step, manifest in valid.items():
         if manifest.validation_loss is not None:

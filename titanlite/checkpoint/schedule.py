@@ -60,7 +60,9 @@ class SaveSchedule:
         self._next_sync = 0
 
     def due(self, step: int, validation_loss: float | None = None) -> bool:
-        """Return whether to save after `step`. validation_loss: if just measured, of these weights."""
+        """Return whether to save after `step`. validation_loss: if just measured, of these
+        weights.
+        """
         config = self.config
         if self._begun is None:
             self.begin(step)

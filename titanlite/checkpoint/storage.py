@@ -231,7 +231,9 @@ def in_words(error: BaseException) -> str:
 
 
 def on_rank_0(world: DistEnv, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run on rank 0 only; all ranks of `group` get its result, or its error as a CheckpointError."""
+    """Run on rank 0 only; all ranks of `group` get its result, or its error as a
+    CheckpointError.
+    """
     result: T | None = None
     problem: str | None = None
     if world.rank == 0:
@@ -249,7 +251,9 @@ def on_rank_0(world: DistEnv, action: Callable[[], T], group: dist.ProcessGroup 
 
 
 def on_each_rank(action: Callable[[], T], group: dist.ProcessGroup) -> T:
-    """Run on each rank of `group`; return its result, or raise CheckpointError on all if one fails."""
+    """Run on each rank of `group`; return its result, or raise CheckpointError on all if one
+    fails.
+    """
     problem = ""
     try:
         result = action()

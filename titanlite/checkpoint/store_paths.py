@@ -301,7 +301,9 @@ def _filesystem(protocol: str, process: int) -> Any:
 
 
 class _Client:
-    """A file system of fsspec, or an open file of one, whose errors are StoreErrors with the URL."""
+    """A file system of fsspec, or an open file of one, whose errors are StoreErrors with the
+    URL.
+    """
 
     def __init__(self, target: Any, path: StorePath) -> None:
         self._target = target
