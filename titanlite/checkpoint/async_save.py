@@ -50,11 +50,9 @@ class SaveOutcome:
 class AsyncSave:
     """At most one save at a time, in the one thread that this makes on its rank.
 
-    All ranks make one together and make the same calls.
-
-    The thread also checks and copies the tensors, while the next forward and backward pass run.
-    Call `await_copy` before they change. The first save takes host memory for one copy of this
-    rank's part of a checkpoint, and keeps it.
+    All ranks make one together and make the same calls. The thread also checks and copies the
+    tensors, while the next forward and backward pass run: call `await_copy` before they change. The
+    first save takes host memory for one copy of this rank's part of a checkpoint, and keeps it.
 
     device: of the tensors. pinned: copy from a GPU into page-locked memory, which is faster.
     timeout: ranks wait so long for each other.
@@ -101,12 +99,10 @@ class AsyncSave:
         work: Callable[[Copy, dist.ProcessGroup], None],
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        """After `prepare`, call in the thread `work(copy, group)`, which writes
-        `copy(tensors)`.
+        """After `prepare`, call in the thread `work(copy, group)`, which writes `copy(tensors)`.
 
-        When `await_copy` returns the tensors may change; the optimizer waits for that. An error
-        goes into the outcome; `raise_bad` raises a WeightsError, which `work` raises on all ranks
-        or none.
+        The optimizer waits until the tensors are copied. An error goes into the outcome;
+        `raise_bad` raises a WeightsError, which `work` raises on all ranks or none.
         """
         started = time.perf_counter()
         self._copied.clear()
@@ -154,7 +150,7 @@ class AsyncSave:
         self._jobs.put(run)
 
     def report(self, step: int, folder: AnyPath, seconds: float, problem: str = "") -> None:
-        """Let `poll` and `wait` return an outcome. A save in the foreground may have one, too."""
+        """Let `poll` and `wait` return an outcome, also of a save in the foreground."""
         outcome = SaveOutcome(step, folder, seconds, problem)
         self._outcome = outcome
         self._unreported.append(outcome)
@@ -174,21 +170,21 @@ class AsyncSave:
             raise bad
 
     def poll(self) -> SaveOutcome | None:
-        """Return the outcome of a save that has ended, each once, in order; None when there is no
+        """Return the outcome of a save that has ended, each once, in order; None: there is no
         other.
         """
         return self._unreported.popleft() if self._unreported else None
 
     def wait(self) -> SaveOutcome | None:
-        """Wait until no save is in flight; return the outcome of the latest one."""
+        """Wait until no save is in flight; return the latest outcome."""
         self._idle.wait()
         return self._outcome
 
     def prepare(self, group: dist.ProcessGroup) -> None:
-        """Wait for the latest save, on all ranks. If that failed on any rank, make a new group: one
-        whose communication has failed once cannot be used again.
+        """Wait for the latest save, on all ranks, which agree in `group`.
 
-        group: in which they agree on that.
+        If it failed on any rank, make a new group: one whose communication has failed cannot be
+        used again.
         """
         outcome = self.wait()
         self._outcome = None
@@ -197,8 +193,8 @@ class AsyncSave:
             self._group = new_group(self._timeout)
 
     def close(self) -> None:
-        """Release thread, memory and group; with a save still in flight (the run failed) the end of
-        the process does that.
+        """Release thread, memory and group; with a save still in flight the end of the process does
+        that.
         """
         if not self.in_flight:
             self._jobs.put(None)
@@ -219,7 +215,6 @@ def async_save(config: Checkpoint, world: DistEnv) -> AsyncSave | None:
 
 
 def _like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return a part of a tensor as the ranks share that."""
     if not isinstance(tensor, DTensor):
         return part
     return DTensor(part, tensor._spec, requires_grad=False)

@@ -104,8 +104,7 @@ class Chooser:
     def choose(self, expected: Mapping[str, Any]) -> Candidate | None:
         """Return the checkpoint that a start uses, by `config`; None: the run is a fresh one.
 
-        expected: entries of the train state that must be equal to the saved ones, or functions
-        that compare, see `Checkpointer.load`.
+        expected: as for `Checkpointer.load`.
         """
         config = self.config
         found = self._find_own()
@@ -124,12 +123,12 @@ class Chooser:
         return None
 
     def choose_newest(self) -> Candidate:
-        """Return the newest checkpoint of this run, without regard to the start in `config`."""
+        """Return the newest checkpoint of this run, whatever `config.start` says."""
         found = self.newest()
         return self.judge_own(self._to_resume(found, True), found.passed, {})
 
     def choose_source(self) -> Candidate:
-        """Return the checkpoint that `config.initial_load_path` means, which is only ever read."""
+        """Return the checkpoint of `config.initial_load_path`, which is only ever read."""
         path = to_path(self.config.initial_load_path or "")
         adapted = "lora" in self.run_config
         key = "lora.adapter" if adapted else "checkpoint.initial_load_path"
@@ -151,7 +150,7 @@ class Chooser:
         return find(self.root, known_bad=self.bad)
 
     def reject(self, manifest: Manifest, problem: str) -> None:
-        """Choose a checkpoint of this run no more, for its content is bad."""
+        """Never choose this checkpoint again, for its content is bad."""
         self.bad[manifest.step] = problem
 
     def reject_newest(self, suspect: Callable[[int], str]) -> Manifest | None:
@@ -168,7 +167,6 @@ class Chooser:
         quarantine(self.folder_of(rejected), self.bad[rejected.step])
 
     def folder_of(self, manifest: Manifest) -> AnyPath:
-        """Return the folder of a checkpoint of this run."""
         return step_folder(self.root, manifest.step)
 
     def _find_own(self) -> Found:
@@ -200,7 +198,7 @@ class Chooser:
             raise CheckpointError(f"{lead}{error}{way_out}") from None
 
     def _refuse_ended(self, newest: Manifest | None) -> None:
-        """Raise CheckpointError where the last save of this run is a folder of Hugging Face's."""
+        """Raise CheckpointError where the last save of this run is in Hugging Face's format."""
         done = last_hf_step(self.root)
         before = 0
         if newest is not None:
@@ -272,7 +270,6 @@ class Chooser:
         )
 
     def _judge_source(self, path: AnyPath) -> Candidate:
-        """Return a checkpoint of another run: `path` itself, or the newest valid one in it."""
         step = step_of(path)
         if step is None:
             refuse_older(path)
@@ -291,7 +288,6 @@ class Chooser:
         return Candidate(folder, manifest, "from", _notices(root, manifest, found.passed))
 
     def _judge_adapters(self, candidate: Candidate) -> Candidate:
-        """Return a checkpoint of another run's adapters, if they fit those of this run."""
         theirs = candidate.manifest.fingerprints
         if "lora" not in theirs:
             raise CheckpointError(
@@ -306,7 +302,6 @@ class Chooser:
         return candidate
 
     def _judge_peft(self, path: AnyPath) -> Candidate:
-        """Return the adapters in a folder of PEFT's, if they fit those of this run."""
         from titanlite.checkpoint.foreign_formats import as_manifest, open_weights
 
         record = self.run_config.get("lora")
@@ -323,7 +318,6 @@ class Chooser:
         return Candidate(path, as_manifest(weights), "from", is_foreign=True)
 
     def _judge_foreign(self, path: AnyPath) -> Candidate:
-        """Return the weights of another program in `path`, whose config fits the model."""
         from titanlite.checkpoint.foreign_formats import as_manifest, check_model, open_weights
 
         if self.source_bad:
@@ -346,7 +340,6 @@ class Chooser:
         return Candidate(path, as_manifest(weights), "from", notices, is_foreign=True)
 
     def model(self) -> tuple[ModelSpec, Any]:
-        """Return spec and arguments of this run's model."""
         record = self.run_config.get("model")
         if not isinstance(record, dict):
             raise CheckpointError(_NO_RECORD)
@@ -355,7 +348,6 @@ class Chooser:
 
 
 def _word_of(name: str) -> str:
-    """Return the word in `checkpoint.allow_changes` that allows a difference."""
     if name in ("data order", "text files"):
         return "data"
     return name.replace(" ", "_")
@@ -373,7 +365,7 @@ def _notices(root: AnyPath, manifest: Manifest, passed: Sequence[str]) -> list[s
 
 
 def _unequal(name: str, saved: object, wanted: object) -> str:
-    """Return how two values of an entry differ, in words; "": they do not."""
+    """Return how two values differ, in words; "": they do not."""
     if saved == wanted:
         return ""
     keep = f" (training.global_batch_size = {saved} keeps it)" if name == "global_batch" else ""
@@ -381,13 +373,11 @@ def _unequal(name: str, saved: object, wanted: object) -> str:
 
 
 def _lora(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of [lora] that PEFT's adapters have too."""
     targets = sorted(record.get("targets", ()))
     return {"targets": targets, **{name: record.get(name) for name in ("rank", "alpha", "rslora")}}
 
 
 def _refuse_differences(lead: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raise CheckpointError with a line for each entry that differs."""
     lines = ""
     for name, value in there.items():
         if value != here[name]:

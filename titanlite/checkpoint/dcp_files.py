@@ -93,10 +93,7 @@ class _HashingStream:
         self._stream.flush()
 
     def fileno(self) -> int:
-        """For fsync, which is DCP's only use of it.
-
-        DCP does not flush before, so the end would not be synced.
-        """
+        """For fsync: DCP does not flush before it, so the end would not be synced."""
         self.flush()
         return self._stream.fileno()
 
@@ -108,7 +105,7 @@ class _HashingStream:
 
 
 class _Files(FileSystem):
-    """DCP's file-system interface for folders and stores. DCP takes paths as opaque values."""
+    """DCP's file-system interface for folders and stores."""
 
     def __init__(self) -> None:
         #: Name in the folder → size and hash, of the files that this rank has written.
@@ -148,9 +145,7 @@ class _Files(FileSystem):
 
 
 class HashingWriter(FileSystemWriter):
-    """Hashes the files that each rank writes; after `dcp.save`, rank 0 has `written` of all
-    ranks.
-    """
+    """Hashes the files that each rank writes; after `dcp.save`, rank 0 has those of all ranks."""
 
     def __init__(self, folder: AnyPath) -> None:
         super().__init__(str(folder), sync_files=isinstance(folder, Path))
@@ -167,9 +162,7 @@ class HashingWriter(FileSystemWriter):
         return self.path if isinstance(self.path, Path) else str(self.path)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give files in a store new names each time: a client given up may still send its
-        requests.
-        """
+        """Give files in a store new names: a client given up may still send its requests."""
         plans = super().prepare_global_plan(plans)
         if isinstance(self.path, Path):
             return plans
@@ -202,7 +195,7 @@ class HashingWriter(FileSystemWriter):
     def all_files(self) -> dict[str, Written]:
         """On rank 0, after `dcp.save`: return what all ranks have written.
 
-        Raises CheckpointError when the folder does not hold just that.
+        Raises CheckpointError when the folder holds anything else.
         """
         # A user may pin a checkpoint while it is being written.
         there = {name: file.st_size for name, file in files_in(self._folder).items() if name != PIN}
@@ -218,12 +211,10 @@ class HashingWriter(FileSystemWriter):
         return self.written
 
     def _write_index(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Do the rest of what torch's `finish` does, but write the index under its own name at
-        once.
+        """Do what torch's `finish` does, but write the index under its own name at once.
 
-        torch renames it at the end. A store does that by a copy and a deletion, which a run may
-        have no right to. The manifest alone makes files a checkpoint, so that the index needs no
-        other name before.
+        torch renames it at the end, which a store does by a copy and a deletion, and may forbid. No
+        other name is needed: the manifest alone makes files a checkpoint.
         """
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {}
@@ -238,9 +229,7 @@ class HashingWriter(FileSystemWriter):
 
 
 class CheckedReader(FileSystemReader):
-    """Reads a checkpoint whose index must fit the manifest, and is read as data, without running
-    any name in it.
-    """
+    """Reads a checkpoint whose index must fit the manifest, without running any name in it."""
 
     def __init__(self, folder: AnyPath, manifest: Manifest) -> None:
         super().__init__(str(folder))
@@ -258,9 +247,7 @@ class CheckedReader(FileSystemReader):
         return io.BytesIO(file.read(sinfo.length))
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Raises CheckpointError when the index is not the one that was written, or does not fit
-        the manifest.
-        """
+        """Raises CheckpointError for an index that has changed or does not fit the manifest."""
         path = self.folder / INDEX
         if self._metadata is None:
             if INDEX not in self.manifest.files:
@@ -276,7 +263,7 @@ class CheckedReader(FileSystemReader):
 
 
 def share(files: Mapping[str, int], rank: int, ranks: int) -> list[str]:
-    """Return the files that this rank reads so that all are read once: about equal bytes each.
+    """Return the files that this rank reads so that all are read once, about equal bytes each.
 
     files: name → bytes.
     """
@@ -292,10 +279,10 @@ def verify_files(
 ) -> str | None:
     """Return the fault of a checkpoint's content, the same on all ranks; None for a good one.
 
-    names: files that this rank compares with their hashes. index: whether it reads the index too.
-    group: in which all ranks agree.
+    names: files that this rank hashes. index: whether it reads the index too. All ranks of `group`
+    call it together.
 
-    Raises CheckpointError, on all of them, when one of them cannot read: that says nothing of the
+    Raises CheckpointError, on all of them, when one cannot read: that says nothing of the
     checkpoint.
     """
     problems: list[str] = []
@@ -342,8 +329,8 @@ def read_back(
 ) -> None:
     """Compare what is in the folder of a save with what was sent to it.
 
-    Each rank reads the files of another one, on another host if there is one: the writer's host may
-    still have in memory what its disk has lost. Raises CheckpointError, on all ranks.
+    Each rank reads files of another one, if possible on another host: the writer's host may still
+    have in memory what its disk has lost. Raises CheckpointError, on all ranks.
     """
     writer = (world.rank - world.size // 2) % world.size
     names = [name for name, file in written.items() if file.rank == writer]
@@ -412,9 +399,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_index(data: bytes, manifest: Manifest) -> Metadata:
-    """Return DCP's index in `data`, which must fit the manifest. Raises ValueError with the
-    reason.
-    """
+    """Return DCP's index in `data`. Raises ValueError, with the reason, if it does not fit."""
     tensors, storage = parse_index(data, manifest.files)
     described = {}
     for name, tensor in tensors.items():
@@ -427,9 +412,10 @@ def read_index(data: bytes, manifest: Manifest) -> Metadata:
 def parse_index(
     data: bytes, files: Mapping[str, int], with_objects: bool = False
 ) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, _StorageInfo]]:
-    """Return the tensors that an index tells of, and where their pieces lie. files: with sizes.
+    """Return the tensors that an index describes, and where their pieces lie.
 
-    with_objects: leave out values that are no tensors. Raises ValueError with the reason.
+    files: name → bytes. with_objects: leave out values that are no tensors. Raises ValueError with
+    the reason.
     """
     unpickler = _Unpickler(io.BytesIO(data))
     unpickler.with_objects = with_objects
@@ -464,7 +450,6 @@ def _tensor(state: dict[str, Any]) -> TensorStorageMetadata:
 def _place(
     key: dict[str, Any], entry: dict[str, Any], files: Mapping[str, int]
 ) -> tuple[MetadataIndex, _StorageInfo]:
-    """Return where one piece of a tensor lies."""
     file, start, length = entry["relative_path"], entry["offset"], entry["length"]
     if not isinstance(file, str) or file not in files:
         raise ValueError(f"it names the file {file!r}, which is not in the manifest")

@@ -8,9 +8,7 @@ from titanlite import exit_codes
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be saved or loaded, or belongs to another run; the message says what to
-    do.
-    """
+    """A checkpoint cannot be saved or loaded, or belongs to another run."""
 
     exit_code = exit_codes.CHECKPOINT
 

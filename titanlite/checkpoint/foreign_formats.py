@@ -44,11 +44,11 @@ def open_weights(path: AnyPath, spec: ModelSpec | None = None, args: Any = None)
     """Open the weights in `path`: names, shapes and config; the tensors are read later.
 
     path: a folder with config.json and safetensors files, one such file, a checkpoint of
-    torchtitan, or a folder of PEFT's. spec, args: the model that
-    shall take them; None: the one that config.json describes.
+    torchtitan, or a folder of PEFT's. spec, args: the model that shall take them; None: the one in
+    config.json.
 
-    Raises CheckpointError with file, tensor and remedy. Missing and misshaped tensors are the
-    caller's to find, by `Weights.entries`.
+    Raises CheckpointError with file, tensor and remedy. The caller finds missing and misshaped
+    tensors by `Weights.entries`.
     """
     if isinstance(path, StorePath):
         raise CheckpointError(
@@ -65,8 +65,7 @@ def open_weights(path: AnyPath, spec: ModelSpec | None = None, args: Any = None)
 
 
 def check_model(path: AnyPath, name: str, spec: ModelSpec, args: Any, allowed: bool) -> list[str]:
-    """Return the differences between the run's model and the one that a folder describes, a line
-    each.
+    """Return how the run's model differs from the one that a folder describes, a line each.
 
     name: `model.name`. Raises CheckpointError for any difference, unless they are allowed.
     """
@@ -141,7 +140,7 @@ class WeightsReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
     ) -> None:
-        """The parts are known since `read_metadata`, which every rank calls by `verify_files`."""
+        """`read_metadata`, which every rank calls by `verify_files`, has set up all parts."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan

@@ -37,11 +37,10 @@ class Part:
         return replace(self, offsets=offsets)
 
     def at_start(self) -> Part:
-        """Return the part as the first one, or the only one, of a tensor."""
+        """Return the part as the first, or only, one of a tensor."""
         return self.at(*(0 for _ in self.shape))
 
     def whole(self) -> torch.Tensor:
-        """Read all of it."""
         return self.read(tuple(slice(0, size) for size in self.shape))
 
     def by_halves(self, heads: int) -> Part:
@@ -93,7 +92,6 @@ class Weights:
         return self.config.get(name, part.get(name) if isinstance(part, dict) else None)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape that the parts of a tensor make up."""
         ends = []
         for part in self.parts[name]:
             spans = zip(part.offsets, part.shape, strict=True)
@@ -101,7 +99,7 @@ class Weights:
         return tuple(max(along) for along in zip(*ends, strict=True))
 
     def entries(self) -> dict[str, list[Any]]:
-        """Return name → [dtype, shape, place], as manifests hold tensors."""
+        """Return name → [dtype, shape, place], as in manifests."""
         found: dict[str, list[Any]] = {}
         for name, (first, *_) in self.parts.items():
             dtype = str(first.dtype).removeprefix("torch.")
@@ -120,9 +118,7 @@ class Weights:
         return tensor
 
     def check_head(self) -> None:
-        """Raise CheckpointError if a file holds a separate head though the config ties it to the
-        embedding.
-        """
+        """Raise CheckpointError for a separate head in a file whose config ties it."""
         head = self.spare_head
         if head is None or torch.equal(head.whole(), self.read(self.embedding)):
             return
@@ -133,7 +129,7 @@ class Weights:
 
 
 def on_meta(entries: Mapping[str, Sequence[Any]]) -> dict[str, torch.Tensor]:
-    """Return name → a tensor of its type and shape on the meta device; entries: [dtype, shape]."""
+    """Return tensors on the meta device; entries: name → [dtype, shape]."""
     found = {}
     for name, (dtype, shape, *_) in entries.items():
         found[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
@@ -141,7 +137,7 @@ def on_meta(entries: Mapping[str, Sequence[Any]]) -> dict[str, torch.Tensor]:
 
 
 def total_bytes(entries: Mapping[str, Any]) -> int:
-    """Return the bytes of tensors given as [dtype, shape]."""
+    """Return the bytes of tensors; entries: name → [dtype, shape]."""
     total = 0
     for dtype, shape, *_ in entries.values():
         total += getattr(torch, dtype).itemsize * math.prod(shape)

@@ -38,7 +38,7 @@ _SCALES = re.compile(r".*\.(weight_scale|weight_scale_inv|input_scale|activation
 
 
 def open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
-    """Return the weights of a folder or one file; arguments as for `foreign.open_weights`."""
+    """Return the weights of a folder or file; arguments as for `open_weights`."""
     folder = path if path.is_dir() else path.parent
     file = folder / HF_CONFIG
     needs_config = spec is None or path.is_dir()
@@ -76,7 +76,6 @@ def open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
 
 
 def _under_plain_names(path: Path, found: dict[str, Part], spec: ModelSpec) -> dict[str, Part]:
-    """Return the tensors under the names that they have in files of this model alone."""
     plain: dict[str, Part] = {}
     for name, part in found.items():
         other = plain.setdefault(name.removeprefix(spec.part_prefix), part)
@@ -86,7 +85,7 @@ def _under_plain_names(path: Path, found: dict[str, Part], spec: ModelSpec) -> d
 
 
 def _leave_out(path: Path, found: dict[str, Part], left_out: Mapping[str, str]) -> None:
-    """Take tensors that the model leaves out from those found, and tell why. left_out: → reason."""
+    """Take tensors that the model leaves out from those found, and log why."""
     for name in left_out:
         del found[name]
     for reason in sorted(set(left_out.values())):
@@ -138,9 +137,7 @@ def _parts_of(path: Path, ours: str, theirs: HFName, found: dict[str, Part]) -> 
 
 
 def _files(path: Path) -> dict[Path, set[str]]:
-    """Return the safetensors files → names that the index says they hold (none for a single
-    file).
-    """
+    """Return the safetensors files → names in the index (none for a single file)."""
     if path.is_file():
         return {path: set()}
     if (path / HF_SINGLE).is_file():
@@ -207,7 +204,7 @@ def _safetensors(path: Path, config: Mapping[str, Any]) -> dict[str, Part]:
 
 
 def _mxfp4(name: str, opened: Mapping[str, tuple[Path, Any]]) -> Part:
-    """Return the tensor of integers, whose blocks are these. Raises CheckpointError for others."""
+    """Raises CheckpointError for a tensor whose blocks are no integers with scales."""
     file, handle = opened[name]
     view = handle.get_slice(name)
     whole = name.removesuffix("_blocks")
@@ -241,7 +238,6 @@ def open_safetensors(file: Path) -> Any:
 
 
 def _scale_of(name: str, opened: Mapping[str, tuple[Path, Any]], lead: str) -> torch.Tensor:
-    """Return the scales of a float8 tensor. lead: of the message where it has none."""
     for scale in (f"{name}_scale_inv", f"{name}_scale"):
         if scale in opened:
             tensor: torch.Tensor = opened[scale][1].get_tensor(scale)
@@ -255,10 +251,7 @@ def _sliced(view: Any, slices: Slices) -> torch.Tensor:
 
 
 def _block_of(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return rows and columns that share a scale, by config.json; None: it does not say.
-
-    Raises CheckpointError.
-    """
+    """Return the rows and columns that share a scale, by config.json. Raises CheckpointError."""
     try:
         section = entry_of(config, "quantization_config", dict, {})
         block: list[Any] = entry_of(section, "weight_block_size", list, [])
@@ -275,11 +268,10 @@ def _block_of(config: Mapping[str, Any]) -> tuple[int, ...] | None:
 def _dequantized(
     view: Any, shape: tuple[int, ...], scale: torch.Tensor, block: tuple[int, ...] | None
 ) -> Callable[[Slices], torch.Tensor]:
-    """Return a reader of float8 weights times their scales, in float32, which holds the product
-    exactly enough.
+    """Return a reader of float8 weights times their scales, in float32, which is exact enough.
 
-    A scale belongs to a block of rows and columns (`weight_block_size`), to a row, or to the whole
-    tensor. Raises ValueError for others.
+    A scale is of a block (`weight_block_size`), a row, or the whole tensor. Raises ValueError for
+    others.
     """
     if not scale.is_floating_point():
         kind = str(scale.dtype).removeprefix("torch.")

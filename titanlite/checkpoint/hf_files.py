@@ -23,9 +23,7 @@ PEFT_FILE = "adapter_model.safetensors"
 
 
 def hf_form(spec: ModelSpec, args: Any) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """Return a model's names and config.json at Hugging Face. Raises ValueError where it has no
-    form there.
-    """
+    """Return a model's names and config.json at Hugging Face. Raises ValueError if it has none."""
     names = spec.hf_names(args)
     config = spec.hf_config(args)
     reason = spec.why_not(args, "checkpoint.last_save_in_hf")
@@ -40,7 +38,7 @@ def holds_adapters(path: AnyPath) -> bool:
 
 
 def holds_weights(path: AnyPath) -> bool:
-    """Return whether a path is a folder or file of weights of another program, by its content."""
+    """Return whether a path's content is weights of another program."""
     if isinstance(path, StorePath):
         return (path / HF_CONFIG).is_file() or (path / HF_INDEX).is_file()
     if path.is_file():
@@ -53,8 +51,9 @@ def holds_weights(path: AnyPath) -> bool:
 
 
 def is_torchtitan(path: AnyPath) -> bool:
-    """Return whether a path is a checkpoint of torchtitan until 0.2.2, by names in its index, which
-    is searched as bytes: titanlite's own has neither of them.
+    """Return whether a path is a checkpoint of torchtitan until 0.2.2, by names in its index.
+
+    The index is searched as bytes; titanlite's own has neither name.
     """
     file = path / DCP_INDEX
     if not isinstance(file, Path) or not file.is_file():

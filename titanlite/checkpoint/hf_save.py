@@ -94,8 +94,8 @@ def write_files(
 ) -> str:
     """Write this rank's part of the files; return what went wrong, "" if nothing did.
 
-    read: our name → the whole tensor on the CPU; all holders of a tensor call it at the same time.
-    After an error the rank still gathers, because the others wait for it.
+    read: our name → the whole tensor on the CPU; all holders of a tensor call it together. After an
+    error the rank still gathers, because the others wait for it.
     """
     problem = ""
     writing: Future[None] | None = None
@@ -118,7 +118,6 @@ def write_files(
 
 
 def _as_theirs(name: HFName, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return a tensor by its name in files; of a stack the tensors in order."""
     if isinstance(name, str):
         return {name: tensor.contiguous()}
     rows = tensor.shape[1] // parts_of_entry(name)
@@ -151,10 +150,7 @@ def _failure(writing: Future[None] | None) -> str:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as a whole on the CPU.
-
-    All ranks that hold a part of a DTensor call it together.
-    """
+    """Return a whole tensor on the CPU; all holders of a part of a DTensor call it together."""
     if isinstance(tensor, DTensor):
         device = tensor.device_mesh.device_type
         if tensor.device.type != device:
@@ -185,7 +181,6 @@ def write_configs(
 
 
 def _index(files: Sequence[File]) -> bytes:
-    """Return the content of the index: which file holds a tensor."""
     where = {}
     for file in files:
         for theirs in file.names.values():
@@ -196,15 +191,13 @@ def _index(files: Sequence[File]) -> bytes:
 
 
 def _ids(beside: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return the tokenizer's ids that config.json repeats."""
     ids = json.loads(beside.get(GENERATION, b"{}"))
     return {name: ids[name] for name in ("bos_token_id", "eos_token_id") if name in ids}
 
 
 def _dtype_entries(files: Sequence[File], entries: Entries) -> dict[str, str]:
-    """Return config.json's entries for the type of the weights, if all have one type.
-
-    Biases of experts have their own.
+    """Return config.json's entries for the type of the weights, if all but biases of experts have
+    one type.
     """
     names = [name for file in files for name in file.names if not name.endswith(EXPERT_BIAS)]
     types = {entries[name][0] for name in names}
@@ -216,7 +209,7 @@ def _dtype_entries(files: Sequence[File], entries: Entries) -> dict[str, str]:
 
 
 def as_json(content: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a JSON file, indented as Hugging Face's are."""
+    """Return JSON, indented as Hugging Face's is."""
     return (json.dumps(content, indent=2) + "\n").encode()
 
 
@@ -252,8 +245,9 @@ def publish_folder(aside: AnyPath, final: AnyPath) -> None:
 
 @contextlib.contextmanager
 def new_folder(final: AnyPath) -> Iterator[AnyPath]:
-    """Yield a folder to write into, which gets the name `final` after the block; nothing stays when
-    the block raises. Raises CheckpointError when the final one is there.
+    """Yield a folder that gets the name `final` after the block, or is gone when the block raises.
+
+    Raises CheckpointError when `final` is there.
     """
     folder = begin_folder(final)
     try:

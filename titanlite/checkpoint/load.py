@@ -88,9 +88,7 @@ class Loader:
         suspect: Callable[[int], str],
         together: Callable[[Callable[[], Any]], Any],
     ) -> LoadedState:
-        """As `Checkpointer.load_newest`. together: returns on all ranks what a function returns on
-        rank 0.
-        """
+        """As `Checkpointer.load_newest`. together: runs a function on rank 0, for all ranks."""
         self.look(model)
         chooser = self.chooser
         rejected: Manifest | None = together(lambda: chooser.reject_newest(suspect))
@@ -104,13 +102,10 @@ class Loader:
         """Learn which checkpoints there are, where `chooser` does not see them itself."""
 
     def load_weights(self, model: nn.Module) -> LoadedState:
-        """Load the weights of `config.initial_load_path`, which is only read.
-
-        What `config.folder` holds has no effect.
+        """Load the weights of `config.initial_load_path`, whatever `config.folder` holds.
 
         Also loads `averages`; without any in the checkpoint they become the weights, and `left_out`
-        has "ema".
-        All ranks call it together. Raises CheckpointError, on all of them.
+        has "ema". All ranks call it together. Raises CheckpointError, on all of them.
         """
         self._with_averages = True
         loaded = self._load(self.chooser.choose_source, model, None)
@@ -118,7 +113,6 @@ class Loader:
         return loaded
 
     def model(self) -> tuple[ModelSpec, Any]:
-        """Return spec and arguments of this run's model."""
         return self.chooser.model()
 
     def _load(
@@ -171,7 +165,6 @@ class Loader:
     # What is taken
 
     def _excluded(self, candidate: Candidate) -> list[str]:
-        """Return the groups and patterns of tensors that are not loaded."""
         excluded = self._excluded_by_config(candidate)
         saved = {group_of(name) for name in candidate.manifest.tensors}
         if self.averages and "ema" not in saved:
@@ -179,10 +172,9 @@ class Loader:
         return excluded
 
     def _excluded_by_config(self, candidate: Candidate) -> list[str]:
-        """Return what the configuration excludes.
+        """A run excludes parts once: its own later saves are loaded whole.
 
-        A run excludes parts once: its own later saves under the same setting are loaded whole. So a
-        restart by the same command does not lose the optimizer's state again.
+        So a restart by the same command does not lose the optimizer's state again.
         """
         given = list(self.config.exclude_from_loading)
         if candidate.origin == "resume":
@@ -227,7 +219,7 @@ class Loader:
 
     def _generators(self, candidate: Candidate) -> DTensor | None:
         """Return a tensor to load the random generators into; None where they do not fit these
-        ranks, or belong to other places in the mesh.
+        ranks or this mesh.
         """
         manifest, places = candidate.manifest, self.world.places
         generators = rng_state(self.world.device, self.world.size)
@@ -253,7 +245,7 @@ class Loader:
         return WeightsReader(candidate.folder, candidate.manifest, *self.model())
 
     def _compare(self, reader: CheckedReader | WeightsReader) -> str | None:
-        """Compare the files with their hashes, as `config.verify` asks; return the fault."""
+        """Return the fault that hashes show, as far as `config.verify` asks."""
         files: list[str] = []
         if self.config.verify == "hash":
             files = share(reader.manifest.files, self.world.rank, self.world.size)
@@ -283,7 +275,6 @@ class Loader:
             dcp.load(state, storage_reader=reader)
 
     def _reject(self, candidate: Candidate, problem: str) -> None:
-        """Note that the candidate is bad, so that it is not chosen again."""
         if candidate.origin == "resume":
             self.chooser.reject(candidate.manifest, problem)
         else:
@@ -292,7 +283,6 @@ class Loader:
     def _result(
         self, candidate: Candidate, left_out: frozenset[str], selection: Selection
     ) -> LoadedState:
-        """Return what was loaded, with lines for the start report."""
         manifest, notices = candidate.manifest, candidate.notices
         kept = [name for name in selection.keep if name.startswith("model.")]
         if kept:

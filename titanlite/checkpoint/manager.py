@@ -259,7 +259,6 @@ class Checkpointer:
         return {name: converted(name, one, weights_only) for name, one in tensors.items()}
 
     def _draft(self, step: int, tensors: dict[str, list[Any]], train: dict[str, Any]) -> Manifest:
-        """Return the manifest of a save, but for the files, which are not written yet."""
         return Manifest(
             step=step,
             fingerprints=self._fingerprints,
@@ -274,9 +273,7 @@ class Checkpointer:
         )
 
     def _write(self, save: Save, copy: Copy, group: dist.ProcessGroup) -> None:
-        """Write one checkpoint. All ranks call it together, in a thread where the save is
-        asynchronous. Raises as `save`.
-        """
+        """All ranks call it together, in a thread if asynchronous. Raises as `save`."""
         world, folder = self._world, save.folder
         # Tensors that are good, and that stay as they are.
         check_finite(save, group)
@@ -324,14 +321,13 @@ class Checkpointer:
             logger.warning(f"older checkpoints were not deleted: {error}")
 
     def _discard(self, folder: AnyPath) -> None:
-        """On rank 0: delete the files of a save that has failed: the run may need their space."""
+        """On rank 0: delete the files of a failed save: the run may need their space."""
         with contextlib.suppress(OSError, RuntimeError):
             # The folder may belong to another run by now.
             self._owner.look()
             self._deleter.delete(marks_of(folder))
 
     def _write_hf(self, save: Save, group: dist.ProcessGroup) -> None:
-        """Write the weights as a folder of Hugging Face's."""
         from titanlite.checkpoint.hf_save import save_hf
 
         check_finite(save, group)

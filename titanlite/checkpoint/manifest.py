@@ -114,12 +114,12 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all its files, without the manifest."""
+        """Bytes of its files, without the manifest."""
         return sum(self.files.values())
 
     @property
     def held_out(self) -> str:
-        """Hash of the text that `validation_loss` was measured on; "" where that was not noted."""
+        """Hash of the text that `validation_loss` was measured on; "": unknown."""
         return str(self.train.get(HELD_OUT, ""))
 
     def can_be_resumed_by(self, fingerprints: Mapping[str, str] | None) -> bool:
@@ -128,7 +128,7 @@ class Manifest:
 
 
 def dtype_name(dtype: object) -> str:
-    """Return a type of torch's as manifests name it: `float32`."""
+    """Return a torch type as manifests name it: `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -143,7 +143,7 @@ def new_hash(algorithm: str) -> Any:
 
 
 def digest_of(data: bytes, algorithm: str = SAFE_HASH) -> str:
-    """Return the hash of some bytes as manifests hold it: `sha256:…`."""
+    """Return a hash as in manifests: `sha256:…`."""
     found = new_hash(algorithm)
     found.update(data)
     return f"{algorithm}:{found.hexdigest()}"
@@ -152,7 +152,10 @@ def digest_of(data: bytes, algorithm: str = SAFE_HASH) -> str:
 def file_digest(
     path: AnyPath, algorithm: str, read: Callable[[int], None] = lambda count: None
 ) -> str:
-    """Return the hash of a file's content; call `read` with each block's bytes. Raises OSError."""
+    """Return the hash of a file's content. Raises OSError.
+
+    read: called with the bytes of each block.
+    """
     found = new_hash(algorithm)
     view = memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as stream:
@@ -178,9 +181,8 @@ def hf_folder(root: AnyPath, step: int) -> AnyPath:
 
 
 def last_hf_step(root: AnyPath) -> int:
-    """Return the step of the newest `hf_folder`; -1 where there is none.
-
-    One without config.json is half written.
+    """Return the step of the newest `hf_folder` with a config.json, which is written last; or
+    -1.
     """
     newest = -1
     for name in entries(root):
@@ -197,9 +199,7 @@ def step_of(folder: AnyPath) -> int | None:
 
 
 def steps_in(root: AnyPath) -> list[int]:
-    """Return the steps of all folders `step-N` in `root`, ascending, without leftovers of killed
-    processes.
-    """
+    """Return the steps of all folders `step-N` in `root`, ascending, without leftovers."""
     names = entries(root)
     leftovers = set()
     for name, is_folder in names.items():
@@ -221,10 +221,7 @@ def marked_folder(mark: AnyPath) -> AnyPath | None:
 
 
 def read_manifest(folder: AnyPath) -> Manifest:
-    """Return the manifest of a valid checkpoint folder.
-
-    Raises CheckpointError with the reason when it is not one.
-    """
+    """Return the manifest of a valid checkpoint folder. Raises CheckpointError with the reason."""
     manifest = parse_manifest(folder)
     if problems := list(_wrong_sizes(folder, manifest).values()):
         raise CheckpointError(problems[0])
@@ -261,11 +258,8 @@ def fault_of(folder: AnyPath) -> str:
 def parse_manifest(folder: AnyPath) -> Manifest:
     """Return the manifest without a look at the files that it lists.
 
-    Raises CheckpointError when it is wrong.
-
-    Raises NewerFormatError for one of a later titanlite.
-    Raises StoreError when a store cannot be asked: nothing is known of the checkpoint then, good or
-    bad.
+    Raises CheckpointError when it is wrong, NewerFormatError for one of a later titanlite, and
+    StoreError when a store cannot be asked: the checkpoint may be good then.
     """
     path = folder / FILE
     raw = _read_raw(folder)
@@ -317,7 +311,7 @@ def _check_digest(raw: dict[str, Any]) -> None:
 
 
 def _check_types(manifest: Manifest) -> None:
-    """Raise ValueError for an entry of another type than its field, or an impossible one."""
+    """Raise ValueError for an entry that has not its field's type or is impossible."""
     import msgspec
 
     msgspec.convert(vars(manifest), Manifest)
@@ -344,8 +338,7 @@ def check_files(
     names: Sequence[str] | None = None,
     progress: Progress = lambda done, total: None,
 ) -> list[str]:
-    """Compare files of a checkpoint (None: all) with their hashes; return what is wrong, a line
-    each.
+    """Compare files (None: all) with their hashes; return what is wrong, a line each.
 
     Raises StoreError when a store cannot be asked, which says nothing of the files.
     """
@@ -372,7 +365,6 @@ def check_files(
 
 
 def _changed(path: AnyPath, digest: str, read: Callable[[int], None]) -> str | None:
-    """Return what is wrong with a file, by its hash; None: nothing is."""
     try:
         found = file_digest(path, digest.partition(":")[0], read)
     except StoreError:
@@ -392,9 +384,7 @@ def _shortened(digest: str) -> str:
 
 
 def progress(report: Callable[[str], None], lead: str, tail: str = "") -> Progress:
-    """Return a function that reports bytes done and in all, between `lead` and `tail`, every ten
-    seconds.
-    """
+    """Return a function that reports bytes done and in all, every ten seconds."""
     shown = time.monotonic()
 
     def show(done: int, total: int) -> None:
@@ -426,8 +416,8 @@ def find(
 ) -> Found:
     """Return the checkpoint to load from `root`: that of `step`, or the newest valid one.
 
-    known_bad: step → why its content was found to be wrong. Raises CheckpointError when the given
-    `step` is not valid, and NewerFormatError instead of passing over such a one.
+    known_bad: step → why its content is wrong. Raises CheckpointError when the given `step` is not
+    valid, and NewerFormatError instead of passing over such a one.
     """
     known_bad = known_bad or {}
     steps = steps_in(root)
@@ -454,10 +444,7 @@ def _read_known(root: AnyPath, step: int, known_bad: Mapping[int, str]) -> Manif
 
 
 def root_of(path: AnyPath) -> AnyPath:
-    """Return the folder of checkpoints that is meant: `path`, or `checkpoint` in it.
-
-    Raises CheckpointError.
-    """
+    """Return the folder of checkpoints: `path`, or `checkpoint` in it. Raises CheckpointError."""
     for root in (path, path / "checkpoint"):
         if any(NAMES.fullmatch(name) for name in entries(root)):
             return root
@@ -472,16 +459,14 @@ def root_of(path: AnyPath) -> AnyPath:
 
 
 def _hub_hint(path: AnyPath) -> str:
-    """Return how to download a model, for what may be its name on a hub: OWNER/NAME."""
+    """Return how to download a model, if `path` may be OWNER/NAME of a hub."""
     if re.fullmatch(r"[\w-]+/\w[\w.-]*", str(path)) is None:
         return ""
     return f"; a model of the hub: hf download {path} --local-dir {path}"
 
 
 def refuse_older(path: AnyPath) -> None:
-    """Raise CheckpointError where the newest weights of a run or its folder are in Hugging Face's
-    format.
-    """
+    """Raise CheckpointError where a run's newest weights are in Hugging Face's format."""
     for root in (path, path / "checkpoint"):
         done = last_hf_step(root)
         if done < 0:

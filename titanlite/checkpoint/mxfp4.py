@@ -49,8 +49,8 @@ def unpacked(blocks: Any, scales: Any) -> tuple[tuple[int, ...], Callable[[Slice
 
 
 def _values(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return [experts, out, in] bfloat16 of [experts, out, groups, 16] and [experts, out, groups]
-    uint8.
+    """Return [experts, out, in] bfloat16 of uint8 [experts, out, groups, 16] and [experts, out,
+    groups].
     """
     numbers = torch.tensor([*_POSITIVE, *(-number for number in _POSITIVE)], dtype=torch.bfloat16)
     byte = torch.arange(256)

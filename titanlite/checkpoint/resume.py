@@ -64,8 +64,7 @@ def begin_from(trainer: Trainer, loaded: LoadedState) -> None:
 def settle(trainer: Trainer) -> None:
     """Do what remains when a start has done what its checkpoint owed. All ranks call it together.
 
-    Behind the last step this is a save of weights for `transformers`: a stop has left a full
-    checkpoint instead.
+    Behind the last step this saves weights for `transformers`: a stop has left a full checkpoint.
     """
     saver = trainer.parts.checkpointer
     in_hf = saver is not None and saver.config.last_save_in_hf
@@ -74,7 +73,7 @@ def settle(trainer: Trainer) -> None:
 
 
 def restore(trainer: Trainer, loaded: LoadedState) -> None:
-    """Take the loop's state from a checkpoint; its tensors are loaded already.
+    """Take the loop's state from a checkpoint whose tensors are loaded.
 
     Raises CheckpointError for a place in the text that cannot be.
     """
@@ -99,8 +98,7 @@ def restore(trainer: Trainer, loaded: LoadedState) -> None:
 
 
 def roll_back(trainer: Trainer, bad: BadStepError) -> None:
-    """Go back to the newest checkpoint that is not suspect, and on with the text behind the bad
-    step.
+    """Go back to the newest checkpoint that is not suspect, and skip the text of the bad step.
 
     All ranks call it together. Raises `bad` where its budget is used up, or there is no checkpoint.
     """
@@ -158,10 +156,8 @@ def _restore_schedule(trainer: Trainer, loaded: LoadedState) -> None:
 
 
 def load_text(trainer: Trainer, data: dict[str, Any]) -> None:
-    """Let the loader continue from its state in a checkpoint, and find again where phases begin
-    from there.
-
-    Raises StateError for a state that cannot be.
+    """Restore the loader, and find where phases begin from there. Raises StateError for a wrong
+    state.
     """
     check_loader(data)
     parts = trainer.parts
@@ -174,7 +170,7 @@ def load_text(trainer: Trainer, data: dict[str, Any]) -> None:
 
 
 def _check_state(loaded: LoadedState) -> None:
-    """Raise CheckpointError unless a checkpoint's train state says where the run continues."""
+    """Raise CheckpointError unless the train state says where the run continues."""
     needed = {"tokens_seen", "data"}
     if "dataloader" in loaded.left_out:
         needed.remove("data")
@@ -191,9 +187,8 @@ def _check_state(loaded: LoadedState) -> None:
 
 
 def save_seed(parts: TrainingComponents) -> None:
-    """Write the checkpoint of a run that has not begun, as step 0.
-
-    Raises CheckpointError if there are others.
+    """Write a run that has not begun as step 0. Raises CheckpointError if there are other
+    checkpoints.
     """
     saver = parts.checkpointer
     assert saver is not None, "a seed checkpoint needs checkpoint.enable_checkpoint"

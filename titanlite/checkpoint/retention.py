@@ -55,8 +55,8 @@ _SETTLE_SECONDS = 300.0
 def clear_leftovers(root: AnyPath, step: int, deleter: Deleter) -> None:
     """Delete leftovers of other saves, whose space is needed, and all that has the place of `step`.
 
-    The caller knows that no other process is saving there. Raises CheckpointError when the deletion
-    takes too long.
+    The caller knows that no other process saves there. Raises CheckpointError when it takes too
+    long.
     """
     final = step_folder(root, step)
     left = []
@@ -72,8 +72,7 @@ def clear_leftovers(root: AnyPath, step: int, deleter: Deleter) -> None:
 
 
 def begin(root: AnyPath, step: int, known_bad: Mapping[int, str] | None = None) -> AnyPath:
-    """Return the empty folder `step-N` to write the checkpoint of `step` into, which is none before
-    `publish`.
+    """Return the empty folder `step-N`, which is no checkpoint before `publish`.
 
     An invalid checkpoint of that step, or one in `known_bad`, is quarantined. Raises
     CheckpointError for a valid one.
@@ -102,10 +101,8 @@ def _mark_name(kind: str, folder: AnyPath) -> str:
 def _mark(kind: str, folder: AnyPath) -> AnyPath:
     """Write the mark of a save or a deletion beside the folder.
 
-    It is empty: a full disk has room for that.
-
-    It is not made durable, which could take long beside a save. So after a crash of the machine a
-    folder without a mark is reported, and not deleted.
+    It is empty, for which a full disk has room. It is not made durable, which could take long. So
+    after a crash of the machine a folder without a mark is reported, and not deleted.
     """
     mark = folder.parent / _mark_name(kind, folder)
     mark.write_bytes(b"")
@@ -154,7 +151,7 @@ def is_pinned(folder: AnyPath) -> bool:
 
 @contextmanager
 def pinned(folder: AnyPath) -> Iterator[None]:
-    """Pin a checkpoint inside of the block, unless it is pinned already or cannot be written to."""
+    """Pin a checkpoint during the block, unless it is pinned already or cannot be written to."""
     pin = folder / PIN
     is_ours = False
     with suppress(OSError):
@@ -179,14 +176,12 @@ def leftovers(root: AnyPath) -> list[AnyPath]:
 
 
 def marks_of(folder: AnyPath) -> list[AnyPath]:
-    """Return the marks that say that this folder is being deleted."""
+    """Return the marks that this folder is being deleted."""
     return [mark for mark in leftovers(folder.parent) if marked_folder(mark) == folder]
 
 
 def leftover_folder(leftover: AnyPath) -> AnyPath | None:
-    """Return the folder that holds the files of a leftover; None where its folder is a
-    checkpoint.
-    """
+    """Return the folder with the files of a leftover; None where it is a checkpoint."""
     folder = None if leftover.is_dir() else marked_folder(leftover)
     if folder is None:
         return leftover
@@ -202,8 +197,7 @@ def delete(leftover: AnyPath) -> None:
 
 
 def quarantine(folder: AnyPath, reason: str) -> AnyPath:
-    """Rename a checkpoint that must not be loaded to `step-N.invalid-K`, with the reason in a file;
-    the new path.
+    """Rename a checkpoint to `step-N.invalid-K`, with the reason in a file; return the new path.
 
     In a store it is copied and then deleted: a crash leaves the whole of one of them.
     """
@@ -232,9 +226,7 @@ def _free_name(folder: AnyPath) -> AnyPath:
 
 
 class Deleter:
-    """Deletes leftovers in a separate thread: a large one may take longer than the other ranks
-    would wait.
-    """
+    """Deletes leftovers in a thread: it may take longer than the other ranks would wait."""
 
     def __init__(self) -> None:
         self._threads: list[Thread] = []
@@ -280,14 +272,13 @@ def prune(
     `delete`.
 
     Only checkpoints of this run (by `fingerprints`, None: any) up to that step are counted, and
-    only such go. One whose files are not whole takes no place among the latest. These stay: the
-    latest `keep_latest_k` (0: all), multiples of `keep_every`, milestones, the `keep_best` of
-    lowest validation loss on each held-out text that the run had, `keep`, pinned ones, and folders
-    without a good manifest. Checkpoints of weights only stay too: no run could resume from them.
+    only such go. Damaged ones take no place among the latest. These stay: the latest
+    `keep_latest_k` (0: all), multiples of `keep_every`, milestones, the `keep_best` of lowest
+    validation loss on each held-out text, `keep`, pinned ones, those of weights only, and folders
+    without a good manifest.
 
     The last one whose weights are known to give a finite loss stays. That is the newest if its loss
-    was measured (`Manifest.validation_loss`), else the one before it: the steps since then have
-    shown it.
+    was measured, else the one before it, which the steps since then have shown.
 
     Raises CheckpointError, and removes nothing, when the newest is not valid.
     """
@@ -315,8 +306,7 @@ def _resumable(
 ) -> dict[int, Manifest]:
     """Return the checkpoints of this run by step, newest first.
 
-    The `latest` ones stay: they count only when they are whole. Of others the manifest alone is
-    read.
+    The `latest` ones count only when they are whole. Of others the manifest alone is read.
     """
     found: dict[int, Manifest] = {}
     for step in reversed(steps):
@@ -329,7 +319,7 @@ def _resumable(
 
 
 def _best(root: AnyPath, valid: Mapping[int, Manifest], count: int) -> set[int]:
-    """Return the `count` steps of lowest validation loss on each held-out text; of equal losses the
+    """Return the `count` steps of lowest loss on each held-out text; of equal losses the
     earlier.
     """
     losses = []

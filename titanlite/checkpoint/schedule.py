@@ -31,15 +31,13 @@ class SaveSchedule:
     alike.
 
     Call `due` after each step, and `begin` before a save. An interval in steps needs no
-    communication. For one in seconds the clock of rank 0 decides. The ranks ask it after every
-    step, then more seldom: a save is late by a thirty-second of the interval's steps at most. To
-    ask is a small broadcast on the hosts, and waits for no device. The first interval begins with
-    the first question.
+    communication. For one in seconds the clock of rank 0 decides, by a small broadcast on the hosts
+    that waits for no device. The ranks ask it after every step, then more seldom: a save is late by
+    a thirty-second of the interval's steps at most. The first interval begins with the first
+    question.
 
-    fingerprints: of the run; the validation losses of its checkpoints in `config.folder` are those
-    to beat.
-    clock: seconds, for tests. held_out: hash of the held-out text; losses on another one are not
-    compared.
+    fingerprints: of the run; the validation losses of its checkpoints are those to beat. clock:
+    seconds, for tests. held_out: hash of the held-out text; losses on another one are not compared.
     """
 
     def __init__(
@@ -62,9 +60,8 @@ class SaveSchedule:
         self._next_sync = 0
 
     def due(self, step: int, validation_loss: float | None = None) -> bool:
-        """Return whether to save after `step`.
-
-        validation_loss: of these weights, where it was just measured.
+        """Return whether to save after `step`. validation_loss: if just measured, of these
+        weights.
         """
         config = self.config
         if self._begun is None:
@@ -99,20 +96,16 @@ class SaveSchedule:
         """Do what is due after a step without a save: nothing here. All ranks call it together."""
 
     def begin(self, step: int) -> None:
-        """Start the next interval: a save of `step` begins now, whether it succeeds or not."""
+        """Start the next interval: a save of `step` begins, whether it succeeds or not."""
         self._begun = (step, self._clock())
         self._next_sync = step + 1
 
     def _compares(self, manifest: Manifest) -> bool:
-        """Return whether a checkpoint of this run has a loss on the same held-out text."""
         if manifest.validation_loss is None or not manifest.can_be_resumed_by(self._fingerprints):
             return False
         return manifest.held_out == self._held_out
 
     def _is_among_best(self, loss: float | None) -> bool:
-        """Return whether fewer than `config.keep_best` checkpoints of this run have a loss that is
-        as low.
-        """
         if loss is None or not math.isfinite(loss):
             return False
         root = to_path(self.config.folder)

@@ -51,10 +51,9 @@ def select(
 ) -> Selection:
     """Return which tensors to load.
 
-    saved, wanted: those of the checkpoint and of the model. exclude: names of `GROUPS` and patterns
-    of tensor names: these are not loaded. allow_missing: patterns of tensors that the checkpoint
-    may lack. The optimizer's state of a weight that is not loaded is not loaded either. convert:
-    floating-point types may differ.
+    exclude: names of `GROUPS` and patterns of tensors that are not loaded. allow_missing: patterns
+    of tensors that the checkpoint may lack. The optimizer's state of a weight that is not loaded is
+    not loaded either. convert: floating-point types may differ.
 
     Raises CheckpointError with a table of differences, for a pattern that matches no tensor, and
     when nothing is left.
@@ -122,7 +121,7 @@ def _must_match(
 
 
 def compare_entries(saved: Sequence[Any] | None, wanted: Sequence[Any] | None) -> str:
-    """Compare [dtype, shape] of a tensor in a checkpoint and a model; "": they are equal."""
+    """Return how [dtype, shape] of a tensor differ; "": they are equal."""
     if saved is None:
         return MISSING
     if wanted is None:

@@ -60,7 +60,7 @@ def read_model(path: AnyPath, name: str, spec: ModelSpec) -> SourceModel | None:
     """Return the model that `path` describes, as a model of the family `spec`.
 
     path: as for `checkpoint.initial_load_path`; name: `model.name` of the run. None: the path
-    describes no model, as a file of tensors alone, or a checkpoint of a program of one's own.
+    describes no model, as a file of tensors alone.
 
     Raises CheckpointError for a file that cannot be read, and StoreError for a store that cannot be
     asked.
@@ -102,7 +102,7 @@ def from_hf(file: AnyPath, content: Mapping[str, Any], spec: ModelSpec) -> Sourc
 
 
 def from_checkpoint(path: AnyPath, name: str, spec: ModelSpec) -> SourceModel | None:
-    """Return the model of a checkpoint, or of the newest in a run or its folder of checkpoints."""
+    """Return the model of a checkpoint, or of a run's newest."""
     folder, manifest = _checkpoint_in(path)
     record = manifest.config.get("model")
     if not isinstance(record, dict):
@@ -123,7 +123,6 @@ def from_checkpoint(path: AnyPath, name: str, spec: ModelSpec) -> SourceModel | 
 
 
 def _checkpoint_in(path: AnyPath) -> tuple[AnyPath, Manifest]:
-    """Return the folder of a checkpoint and its manifest: `path`, or the newest valid one in it."""
     if step_of(path) is not None:
         return path, parse_manifest(path)
     root = root_of(path)
@@ -139,9 +138,7 @@ def _is_decoder(spec: ModelSpec) -> bool:
 
 
 def is_alike(family: str, spec: ModelSpec) -> bool:
-    """Return whether a built-in family has the same modules as `spec`: Llama 2 and 3 differ in
-    their sizes alone.
-    """
+    """Return whether a family has the same modules as `spec`, as Llama 2 and 3 have."""
     from titanlite.models.families import SPECS
 
     return family in SPECS and SPECS[family].args_class is spec.args_class
@@ -150,8 +147,7 @@ def is_alike(family: str, spec: ModelSpec) -> bool:
 def differences(there: SourceModel, name: str, args: Any) -> list[str]:
     """Return the keys of `[model]` that differ from the model of a folder, a line each.
 
-    name: `model.name`. args: those of the run; a vocabulary of None is not known yet, and not
-    compared.
+    name: `model.name`. A vocabulary of None in `args` is not known yet, and not compared.
     """
     if there.family is not None:
         return [f"model.name is {quote(name)} here, {quote(there.family)} there"]

@@ -42,10 +42,8 @@ def gather(
     """Return the tensors to save or to load into, by name: `model.…`, and `optimizer.…` unless it
     is None.
 
-    Of a model with adapters these are the adapters alone; frozen: all but those.
-
-    An optimizer without a step first gets the state of a step without gradients, as a target of the
-    load.
+    Of a model with adapters these are the adapters alone; frozen: all but those. An optimizer
+    without a step first gets the state of a step without gradients, as a target of the load.
     """
     found = cast(Tensors, state_dicts.get_model_state_dict(model))
     # float8 wraps weights that are gathered in it; a checkpoint holds plain ones.
@@ -61,10 +59,7 @@ def gather(
 
 
 def adapter_names(model: nn.Module) -> set[str]:
-    """Return the full names of all adapters' parameters; empty for a model that is trained whole.
-
-    The names are without the parts that wrappers add.
-    """
+    """Return the names of all adapters' parameters, without the parts that wrappers add."""
     found = set[str]()
     for name, module in model.named_modules():
         if isinstance(module, FeatureLinear):
@@ -104,9 +99,7 @@ def converted(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
 def scatter(
     tensors: Tensors, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Put loaded tensors (as `gather` names them) into model and optimizer; hyper-parameters stay
-    as configured.
-    """
+    """Put loaded tensors (see `gather`) into model and optimizer, but for hyper-parameters."""
     # Of a model with adapters a part.
     options = state_dicts.StateDictOptions(strict=not adapter_names(model))
     state_dicts.set_model_state_dict(model, _strip(tensors, "model."), options=options)
@@ -150,10 +143,8 @@ def find_nonfinite(
 ) -> str:
     """Return the name of the first tensor with a NaN or an infinity, and the ranks that have one.
 
-    "": no tensor has one.
-
-    All ranks of `group` call it together with their own parts, and get the same answer. Each device
-    makes one pass over its tensors and is read once.
+    "": no tensor has one. All ranks of `group` call it together and get the same answer. Each
+    device is read once.
     """
     devices: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
@@ -207,8 +198,7 @@ def describe(
 ) -> dict[str, list[Any]]:
     """Return tensor name -> [dtype, global shape], for the manifest.
 
-    model: with a pipeline, the tensors of all its ranks are described; all of them call this
-    together.
+    model: with a pipeline, the tensors of all its ranks are described; all call this together.
     """
     mine = {name: [dtype_name(t.dtype), list(t.shape)] for name, t in tensors.items()}
     # The ranks that hold the stages of a pipeline. Of another model each rank has the whole.
@@ -222,11 +212,9 @@ def describe(
 
 
 def new_group(timeout: timedelta) -> dist.ProcessGroup:
-    """Make a gloo group of all ranks for agreements around a save; its timeout is never lowered.
+    """Make a gloo group of all ranks for agreements around a save. All ranks call it together.
 
-    All ranks call it.
-
-    To make it takes no longer than other collectives may: `timeout` holds from then on.
+    `timeout` holds after it is made, and is never lowered.
     """
     meet()
     group = dist.new_group(backend="gloo", group_desc=KEEPS_TIMEOUT)
@@ -263,7 +251,7 @@ def on_rank_0(world: DistEnv, action: Callable[[], T], group: dist.ProcessGroup 
 
 
 def on_each_rank(action: Callable[[], T], group: dist.ProcessGroup) -> T:
-    """Run on each rank of `group`; return its result, or raise CheckpointError on all ranks if one
+    """Run on each rank of `group`; return its result, or raise CheckpointError on all if one
     fails.
     """
     problem = ""
@@ -281,10 +269,7 @@ def on_each_rank(action: Callable[[], T], group: dist.ProcessGroup) -> T:
 
 @contextmanager
 def dcp_errors(action: str) -> Iterator[None]:
-    """Turn DCP's failures into CheckpointErrors.
-
-    They are a BaseException, which `except Exception` would miss.
-    """
+    """Turn DCP's failures into CheckpointErrors: `except Exception` would miss them."""
     try:
         yield
     except CheckpointException as error:

@@ -38,16 +38,13 @@ _WRITES = ("pipe_file", "write", "close")
 
 
 class StoreError(OSError):
-    """A store cannot be asked, or refuses: nothing is known of its content.
-
-    Not for an object that does not exist.
-    """
+    """A store cannot be asked, or refuses; not for an object that does not exist."""
 
     exit_code = exit_codes.CHECKPOINT
 
 
 class Stat(NamedTuple):
-    """Length and time of an object, as `os.stat_result` has them of a file."""
+    """Length and time of an object, named as in `os.stat_result`."""
 
     st_size: int
     #: Seconds since the epoch; 0 where the store does not say.
@@ -100,10 +97,7 @@ class StorePath:
         return _Client(_filesystem(self.protocol, os.getpid()), self)
 
     def listing(self) -> dict[str, dict[str, Any]]:
-        """Return fsspec's record of each entry by name, by one request.
-
-        Empty where there is nothing.
-        """
+        """Return fsspec's record of each entry by name, by one request."""
         try:
             found = self.fs.ls(self.key, detail=True)
         except FileNotFoundError:
@@ -188,7 +182,7 @@ AnyPath = Path | StorePath
 
 
 def to_path(text: str | AnyPath) -> AnyPath:
-    """Return the path that a text or URL means; `file://` is the file system."""
+    """Return the path of a text or URL; `file://` is the file system."""
     if isinstance(text, (Path, StorePath)):
         return text
     if not is_url(text):
@@ -199,7 +193,7 @@ def to_path(text: str | AnyPath) -> AnyPath:
 
 
 def entries(folder: AnyPath) -> dict[str, bool]:
-    """Return name → whether it is a folder, of all entries; empty where there is no such folder."""
+    """Return name → whether it is a folder; empty where there is no such folder."""
     if isinstance(folder, StorePath):
         return {name: entry["type"] == "directory" for name, entry in folder.listing().items()}
     try:
@@ -247,10 +241,7 @@ def write_whole(path: AnyPath, content: bytes) -> None:
 
 
 def sync_folder(folder: AnyPath) -> None:
-    """Make a folder's entries durable: without it, a crash may lose a rename or a deletion.
-
-    Stores do so themselves.
-    """
+    """Make a folder's entries durable: without it, a crash may lose a rename or a deletion."""
     if isinstance(folder, StorePath):
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -284,7 +275,6 @@ def remove_folder(folder: AnyPath) -> None:
 
 
 def _stat(info: Mapping[str, Any]) -> Stat:
-    """Return what fsspec's record says of an object."""
     keys = ("LastModified", "last_modified", "mtime", "updated", "created")
     value = next((info[key] for key in keys if info.get(key)), 0.0)
     # Of Google's store.
@@ -297,10 +287,7 @@ def _stat(info: Mapping[str, Any]) -> Stat:
 
 @functools.cache
 def _filesystem(protocol: str, process: int) -> Any:
-    """Return fsspec's object, one per process: none may be used after a fork.
-
-    It lists without a cache.
-    """
+    """Return fsspec's object, which lists without a cache: none may be used after a fork."""
     import fsspec
 
     # Others take arguments from a URL, as ftp:// its host.
@@ -314,8 +301,8 @@ def _filesystem(protocol: str, process: int) -> Any:
 
 
 class _Client:
-    """A file system of fsspec, or an open file of one, whose errors are StoreErrors with the URL
-    and plain words.
+    """A file system of fsspec, or an open file of one, whose errors are StoreErrors with the
+    URL.
     """
 
     def __init__(self, target: Any, path: StorePath) -> None:
@@ -379,7 +366,7 @@ def _explain(error: Exception) -> str:
 
 
 def _lacks_conditions(cause: BaseException | None) -> bool:
-    """Return whether a store does not know conditional requests, or its client cannot send them."""
+    """Return whether a store, or its client, does not know conditional requests."""
     if isinstance(cause, OSError):
         return cause.errno == errno.ENOSYS or "not implemented" in str(cause).lower()
     return isinstance(cause, (NotImplementedError, TypeError))

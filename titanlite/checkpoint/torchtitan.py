@@ -65,10 +65,9 @@ _STACKS = {
 
 
 def open_torchtitan(path: Path, spec: ModelSpec, args: Any) -> Weights:
-    """Return the weights in a folder `step-N` of torchtitan's. spec, args: of their model, which
-    the folder does not tell.
+    """Return the weights in a folder `step-N` of torchtitan's. Raises CheckpointError.
 
-    Raises CheckpointError.
+    spec, args: of their model, which the folder does not tell.
     """
     family = spec.name
     if family not in _FAMILIES:
@@ -96,7 +95,6 @@ def open_torchtitan(path: Path, spec: ModelSpec, args: Any) -> Weights:
 
 
 def _our_part(part: Part, family: str, heads: Mapping[str, int]) -> tuple[str, Part]:
-    """Return our name of a tensor, and it in our layout."""
     ours, is_transposed = _our_name(part.name, family)
     if is_transposed and len(part.shape) == 3:
         part = _transposed(part)
@@ -108,14 +106,14 @@ def _our_part(part: Part, family: str, heads: Mapping[str, int]) -> tuple[str, P
 
 
 def _is_idle(part: Part, args: Any) -> bool:
-    """Return whether it is a bias of experts at 0, as in torchtitan's Qwen3, that we have not."""
+    """Return whether it is a bias of experts at 0, as in torchtitan's Qwen3, which ours lacks."""
     if getattr(args, "expert_bias", False) or not part.name.endswith(".expert_bias"):
         return False
     return not part.whole().any()
 
 
 def _our_name(name: str, family: str) -> tuple[str, bool]:
-    """Return our name of a tensor, and whether rows and columns change places."""
+    """Return our name of a tensor, and whether it is transposed."""
     ours = name
     for there, here in _RENAMED.items():
         ours = ours.replace(there, here)
@@ -129,7 +127,6 @@ def _our_name(name: str, family: str) -> tuple[str, bool]:
 
 
 def _transposed(part: Part) -> Part:
-    """Return the part of stacked matrices with rows and columns in each other's place."""
     *before, rows, columns = part.shape
 
     def read(slices: Slices) -> torch.Tensor:
@@ -154,7 +151,6 @@ class _Slice(DefaultLoadPlanner):
 
 
 def _stored(path: Path) -> dict[str, Part]:
-    """Return the tensors of the model in a folder, by their names there."""
     file = path / DCP_INDEX
     reader = FileSystemReader(path)
     try:

@@ -59,7 +59,6 @@ class VerifyResume(Callback):
             logger.log(level, f"{lead} at step {loaded.step}: {files}; {batch}")
 
     def _allowed(self, loaded: LoadedState, trainer: Trainer) -> Iterator[str]:
-        """Yield what may have changed the next batch."""
         yield from loaded.changes
         if "dataloader" in loaded.left_out:
             yield "dataloader"
@@ -69,8 +68,8 @@ class VerifyResume(Callback):
             yield "data.skip_steps"
 
     def _next_batch(self, trainer: Trainer) -> str | None:
-        """Return the hash of the next global batch, the same on any number of ranks; None where the
-        data end.
+        """Return the hash of the next global batch, on any number of ranks; None where the data
+        end.
 
         All ranks call it together, each hashes its own sequences.
         """
