@@ -38,11 +38,8 @@ def resolve_args(  # noqa: PLR0913
 ) -> Any:
     """Return the arguments of one flavor with a user's changes, checked.
 
-    `overrides`: fields of the model's arguments to replace.
-    `vocab_size`: replaces the flavor's. `tokenizer_size`: ids the tokenizer can produce; it becomes
-    the
-    vocabulary of a flavor that has none of its own (`debugmodel`), and must not exceed any other.
-    `max_seq_len`: longest sequence in tokens that the model must serve.
+    `overrides`: fields to replace. `tokenizer_size`: ids the tokenizer can produce; it becomes the
+    vocabulary of a flavor without one, and must not exceed any other. `max_seq_len`: in tokens.
     `base`: arguments in place of the flavor's.
 
     Raises ShapeError for an unknown name, a wrong type, or numbers that make no model.
@@ -75,7 +72,7 @@ def resolve_args(  # noqa: PLR0913
 
 
 def unknown_flavor(spec: ModelSpec, flavor: str) -> ShapeError:
-    """Return the error of a flavor that a family does not have."""
+    """Return the error of an unknown flavor."""
     message = f"{spec.name} has no flavor {shown(flavor)}"
     return ShapeError(
         Problem("model", "flavor", message, names_like(flavor, [*spec.flavors, FROM_FOLDER]))
@@ -83,9 +80,7 @@ def unknown_flavor(spec: ModelSpec, flavor: str) -> ShapeError:
 
 
 def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None) -> Any:
-    """Return the arguments of the model that section `[model]` describes; the rest is as for
-    `resolve_args`.
-    """
+    """Return the arguments of section `[model]`; the rest is as for `resolve_args`."""
     overrides = dict(model.overrides)
     base = None
     known = {field.name for field in fields(get_spec(model.name).args_class)}
@@ -125,7 +120,7 @@ def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None
 
 
 def _check_scaling(args: Any, max_seq_len: int) -> None:
-    """Raise ShapeError for sequences that are longer than the RoPE's scaling is made for."""
+    """Raise ShapeError for longer sequences than the RoPE's scaling is made for."""
     scaling = getattr(args, "rope_scaling", None)
     serves = getattr(scaling, "serves", None)
     if serves is not None and max_seq_len > serves:
@@ -140,10 +135,7 @@ _WAYS = 'set model.name = "hf", or model.flavor = "from_folder" to take its shap
 
 
 def shape_of(model: Model) -> Any:
-    """Return the arguments of a model from a folder, which the overrides hold.
-
-    Raises ShapeError if some are missing.
-    """
+    """Return the arguments of a model from a folder. Raises ShapeError if some are missing."""
     cls = get_spec(model.name).args_class
     given = checked_fields(cls, model.overrides, "overrides")
     missing = missing_fields(model)
@@ -155,9 +147,7 @@ def shape_of(model: Model) -> Any:
 
 
 def missing_fields(model: Model) -> list[str]:
-    """Return the fields of a model from a folder that neither its overrides nor its other keys
-    give.
-    """
+    """Return the fields of a model from a folder that `[model]` does not give."""
     found = []
     cls = get_spec(model.name).args_class
     for field in fields(cls):
@@ -170,7 +160,7 @@ def missing_fields(model: Model) -> list[str]:
 
 
 def as_record(family: str, args: Any) -> dict[str, Any]:
-    """Return a model as JSON has it; `from_record` reads it."""
+    """Return a model as JSON; `from_record` reads it."""
     # Without classes of ours, which `torch.load` would refuse.
     record: dict[str, Any] = json.loads(json.dumps({"family": family, **asdict(args)}))
     return record
@@ -186,8 +176,8 @@ def from_record(
 
     origin: who wrote the record. place, key: where it stands, for messages.
 
-    Raises ShapeError for a record that describes no model. Raises ConfigError for a foreign one
-    whose family is a dotted path.
+    Raises ShapeError for a record without a model, ConfigError for a foreign one whose family is a
+    dotted path.
     """
     values = dict(record)
     family = str(values.pop("family", None))
@@ -210,7 +200,7 @@ def from_record(
 
 
 def _made(make: Callable[[], Any]) -> Any:
-    """Return the arguments that `make` makes; an error of their class becomes a ShapeError."""
+    """Return what `make` returns; its errors become ShapeErrors."""
     try:
         return make()
     except ShapeError:

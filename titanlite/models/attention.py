@@ -10,10 +10,7 @@ from torch import Tensor
 
 
 def document_begins(doc_ids: Tensor) -> Tensor:
-    """Return where a document begins, [batch, seq] bool, for doc_ids: [batch, seq] int.
-
-    A row begins with one.
-    """
+    """Return which tokens begin a document, [batch, seq] bool, for doc_ids: [batch, seq] int."""
     first = torch.ones_like(doc_ids[:, :1], dtype=torch.bool)
     others = doc_ids[:, 1:] != doc_ids[:, :-1]
     return torch.cat([first, others], 1)
@@ -46,10 +43,7 @@ def attend(
 
 
 def band(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Return [queries, keys] bool: which of the keys each query may see.
-
-    The last query is at the last key.
-    """
+    """Return which keys each query may see, [queries, keys] bool; the last is at the last key."""
     first = keys - queries
     causal = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(first)
     return causal if window is None else causal.triu(first - window + 1)

@@ -19,10 +19,7 @@ _NEEDS_COPY = torch.__version__ < "2.12"
 
 
 def fresh(result: Tensor) -> Tensor:
-    """Return the result of a Function so that it has gradients when it is compiled.
-
-    The compiler leaves the copy out again.
-    """
+    """Return a Function's result with gradients under the compiler, which drops the copy."""
     if _NEEDS_COPY and torch.compiler.is_compiling():
         return result.clone()
     return result
@@ -42,10 +39,7 @@ class _SiluMul(torch.autograd.Function):
 
 
 def silu_mul(gate: Tensor, x: Tensor) -> Tensor:
-    """Return silu(gate) * x, element by element.
-
-    Keeps gate and x for backward: two tensors instead of three.
-    """
+    """Return silu(gate) * x. Keeps gate and x for backward: two tensors instead of three."""
     return _SiluMul.apply(gate, x)
 
 
@@ -70,19 +64,14 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
-    """Return x: [..., dim], normalised by its root mean square and times weight: [dim].
-
-    Keeps x and one number per row for backward.
-    """
+    """Return x: [..., dim], normalised by its root mean square and times weight: [dim]."""
     return _RmsNorm.apply(x, weight, eps)
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's RMSNorm (Zhang and Sennrich 2019), which has a fused kernel on GPUs; elsewhere one
-    autograd node.
+    """RMSNorm (Zhang and Sennrich 2019): torch's fused kernel on GPUs, elsewhere one autograd node.
 
-    x: [..., dim]; computed in fp32 for every dtype of x. Keeps x and one number per row for
-    backward.
+    x: [..., dim]; computed in fp32. Keeps x and one number per row for backward.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 
 class NoRotation:
-    """Leaves q and k as they are.
-
-    positions: those of the tokens, [batch, seq] int64; None: 0, 1, 2, …
-    """
+    """Leaves q and k as they are. positions: [batch, seq] int64; None: 0, 1, 2, …"""
 
     def __init__(self, positions: Tensor | None = None) -> None:
         self.positions = positions
@@ -32,18 +29,17 @@ class NoRotation:
 
 
 class Rotations:
-    """The rotations of one batch. A plain object, for the reason that `Rotation` gives."""
+    """The rotations of one batch: a plain object, as `Rotation` must be."""
 
     def __init__(self, by_kind: Mapping[Rotary | None, Rotation | NoRotation]) -> None:
         self._by_kind = by_kind
 
     def of(self, rotary: Rotary | None) -> Rotation | NoRotation:
-        """Return the rotation of blocks with these tables."""
         return self._by_kind[rotary]
 
 
 class BlockRopes(nn.Module):
-    """One `Rope` for each kind of tables; blocks without rotary positions need none."""
+    """One `Rope` for each kind of tables."""
 
     def __init__(self, ropes: Mapping[Rotary, Rope], max_seq_len: int) -> None:
         super().__init__()
@@ -52,12 +48,10 @@ class BlockRopes(nn.Module):
         self.tables = nn.ModuleList(self.ropes.values())
 
     def init_buffers(self) -> None:
-        """Fill the tables, as `Rope.init_buffers`."""
         for rope in self.ropes.values():
             rope.init_buffers()
 
     def forward(self, seq_len: int, positions: Tensor | None = None) -> Rotations:
-        """Return the rotations of positions; arguments and errors are those of `Rope.forward`."""
         found: dict[Rotary | None, Rotation | NoRotation] = {None: NoRotation(positions)}
         for kind, rope in self.ropes.items():
             found[kind] = rope(seq_len, positions)

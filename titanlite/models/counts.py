@@ -22,7 +22,6 @@ class BlockCount(NamedTuple):
 
 @cache
 def _block(args: LlamaArgs) -> BlockCount:
-    """Return the parameters of a block. args: of that block."""
     linears = args.attention_linears().values()
     shared = sum(size.in_features * size.out_features for size in linears)
     shared += sum(args.attention_extras().values())
@@ -32,12 +31,11 @@ def _block(args: LlamaArgs) -> BlockCount:
 
 
 def blocks(args: LlamaArgs) -> list[LlamaArgs]:
-    """Return the arguments of each block, in the order they run."""
+    """Return the arguments of each block, in order."""
     return list(args.blocks().values())
 
 
 def _norm(args: LlamaArgs) -> int:
-    """Return the parameters of the last norm."""
     return 0 if args.norm_type == "np_layernorm" else args.dim
 
 
@@ -47,26 +45,21 @@ def _table(args: LlamaArgs) -> int:
 
 
 def _summed(args: LlamaArgs, counts: Iterable[int]) -> int:
-    """Return the parameters of a model with these in its blocks; a tied head is counted once."""
     return sum(counts) + _norm(args) + _table(args) * (1 if args.tied else 2)
 
 
 def count_parameters(args: LlamaArgs) -> int:
-    """Return the parameters of the decoder, closed form; a tied head is counted once."""
+    """Return the number of parameters; a tied head is counted once."""
     return _summed(args, (_block(block).whole for block in blocks(args)))
 
 
 def count_active_parameters(args: LlamaArgs) -> int:
-    """Return the parameters that one token is multiplied by, and the embedding; fewer than all if
-    there are experts.
-    """
+    """Return the parameters that one token uses: the embedding, and only its own experts."""
     return _summed(args, (_block(block).active for block in blocks(args)))
 
 
 def count_multiplied_parameters(args: LlamaArgs) -> int:
-    """Return the parameters that one token is multiplied by, the head among them: an embedding is
-    looked up.
-    """
+    """Return the parameters that one token is multiplied by: an embedding is looked up."""
     return count_active_parameters(args) - (0 if args.tied else _table(args))
 
 
@@ -74,8 +67,8 @@ def flops_per_token(args: LlamaArgs, seq_len: int) -> int:
     """Return the model FLOPs of one training token, forward and backward.
 
     6 per weight that is multiplied (PaLM, appendix B) plus 12 * layers * heads * head_dim * seq_len
-    for attention, causality not discounted; `window` if that is shorter. The embedding is a look-up
-    and costs nothing; a tied one still costs as the head.
+    for attention, causality not discounted; `window` if that is shorter. A tied embedding costs as
+    the head.
     """
     weights = _norm(args) + _table(args)
     attention = 0
@@ -86,7 +79,7 @@ def flops_per_token(args: LlamaArgs, seq_len: int) -> int:
 
 
 def pipeline_costs(args: LlamaArgs, seq_len: int) -> dict[str, Cost]:
-    """Return the cost of each module that a pipeline can be cut before, in the order they run."""
+    """Return the cost of each module that a pipeline can be cut before, in order."""
     table = _table(args)
     norm = _norm(args)
     costs = {"tok_embeddings": Cost(0, table)}

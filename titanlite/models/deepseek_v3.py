@@ -26,10 +26,7 @@ LATENT_NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class DeepSeekV3Args(ExpertArgs):
-    """Arguments of DeepSeek-V3's decoder, and of DeepSeek-V2's.
-
-    `ffn_dim` is the width of a dense feed-forward.
-    """
+    """Arguments of DeepSeek-V3 and V2; `ffn_dim` is the width of a dense feed-forward."""
 
     #: Width of the latent of queries; 0: queries are a product of the hidden states.
     q_lora_rank: int = 0
@@ -99,7 +96,7 @@ class DeepSeekV3Args(ExpertArgs):
 
     @property
     def head_dim(self) -> int:
-        """Return the width of the rotated part of a head."""
+        """The width of the rotated part of a head."""
         return self.qk_rope_head_dim
 
     is_latent = True
@@ -107,37 +104,32 @@ class DeepSeekV3Args(ExpertArgs):
 
     @property
     def qk_head_dim(self) -> int:
-        """Return the width of a head's query and key."""
+        """The width of a head's query and key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def score_factor(self) -> float:
-        """Return what attention's scores are multiplied by, beside the root of the width: YaRN's
-        `mscale`, squared.
-        """
+        """A factor of attention's scores: YaRN's `mscale`, squared."""
         scaling = self.rope_scaling
         return scaling.mscale_of_all**2 if isinstance(scaling, YarnScaling) else 1.0
 
     @property
     def last_eps(self) -> float:
-        """Return the epsilon of the norm before the head."""
         return self.norm_eps if self.last_norm_eps is None else self.last_norm_eps
 
     @property
     def best_of_groups(self) -> int | None:
-        """Return `group_best`; None: there are no groups."""
+        """`group_best`; None: there are no groups."""
         return self.group_best if self.n_groups > 1 else None
 
     @property
     def topk_method(self) -> str:
-        """Return the choice of experts, as Hugging Face names it."""
         if self.expert_bias:
             return "noaux_tc"
         return "group_limited_greedy" if self.n_groups > 1 else "greedy"
 
     @property
     def expert_bias(self) -> bool:
-        """Whether each expert has a bias; those of V3 always have."""
         return self.bias_update > 0 or self.score == "sigmoid"
 
     published_context = 4096
@@ -237,7 +229,7 @@ _ATTENTION = {
 
 
 def block_plan(args: DeepSeekV3Args) -> dict[str, str]:
-    """Return module name in a block → how tensor parallelism divides it. args: of that block."""
+    """Return module name in a block → how tensor parallelism divides it."""
     kinds = dict(_ATTENTION)
     for name in ("wq_a", "q_norm", "wq_b") if not args.q_lora_rank else ("wq",):
         del kinds[f"attention.{name}"]
@@ -245,7 +237,7 @@ def block_plan(args: DeepSeekV3Args) -> dict[str, str]:
 
 
 def tensor_sizes(args: DeepSeekV3Args) -> dict[str, int]:
-    """Return the numbers that tensor-parallel ranks must divide, besides the vocabulary."""
+    """Return the numbers that tensor-parallel ranks must divide."""
     sizes = {"n_heads": args.n_heads}
     if args.n_dense_layers:
         sizes["the feed-forward's width"] = args.ffn_width
@@ -325,10 +317,9 @@ def hf_names(args: DeepSeekV3Args) -> dict[str, Any]:
 
 
 def hf_config(args: DeepSeekV3Args) -> dict[str, Any]:
-    """Return the content of config.json. `transformers` has no z-loss.
+    """Return the content of config.json, without the z-loss, which `transformers` lacks.
 
-    Raises ValueError for a router that has no name there, and for epsilons of norms that it does
-    not have.
+    Raises ValueError for a router or epsilons of norms that it does not have.
     """
     if args.latent_norm_eps != LATENT_NORM_EPS:
         raise ValueError(
@@ -356,7 +347,7 @@ def hf_config(args: DeepSeekV3Args) -> dict[str, Any]:
 
 
 def why_not(args: DeepSeekV3Args, key: str) -> str:
-    """Return why weights cannot be written for `transformers`, see `ModelSpec.why_not`."""
+    """Return why weights cannot be written for `transformers`."""
     if key != "checkpoint.last_save_in_hf" or args.score == "sigmoid" or not args.expert_bias:
         return ""
     return (
@@ -366,10 +357,7 @@ def why_not(args: DeepSeekV3Args, key: str) -> str:
 
 
 def args_from_hf(config: Mapping[str, Any]) -> DeepSeekV3Args:
-    """Return the arguments that a config.json describes.
-
-    Raises ValueError for another model, or for a router that is not the same here.
-    """
+    """Return the arguments of a config.json. Raises ValueError for another model or router."""
     table = _TABLES.get(str(config.get("model_type")), _TABLES["deepseek_v3"])
     plain = dict(config)
     more: dict[str, Any] = {"score": "sigmoid", "bias_update": 0.001}
@@ -401,7 +389,7 @@ _REASON = "it predicts further tokens (multi-token prediction), which is not tra
 
 
 def left_out(names: Collection[str]) -> dict[str, str]:
-    """Return the names of tensors in blocks that predict further tokens → why they are left out."""
+    """Return the tensors of blocks that predict further tokens → why they are left out."""
     blocks = set()
     for name in names:
         match = _FURTHER.fullmatch(name)

@@ -25,11 +25,11 @@ _ASKS_FOR_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 class DocumentMask(NamedTuple):
-    """Where documents begin in a batch; its shapes depend on those of the batch alone, so nothing
-    is compiled again.
+    """Where documents begin; its shapes follow from the batch's alone, so nothing is compiled
+    again.
 
-    `begins`: [most documents + 1] int32, first token of each document in the batch laid end to end;
-    after the last one the number of tokens. `doc_ids`: [batch, seq] int.
+    `begins`: [most documents + 1] int32, first token of each document in the batch laid end to end,
+    then the number of tokens. `doc_ids`: [batch, seq] int.
     """
 
     begins: Tensor
@@ -46,7 +46,7 @@ class DocumentMask(NamedTuple):
         """q: [batch, heads, seq, head_dim], k and v: [batch, kv_heads, seq, head_dim]; return q's
         shape.
 
-        scale: of the scores; None: head_dim ** -0.5.
+        scale: None: head_dim ** -0.5.
         """
         if no_kernel(q):
             return attend(q, k, v, self.seen(window), scale)
@@ -60,9 +60,7 @@ class DocumentMask(NamedTuple):
 
 
 def attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Return attention of each token to itself and the window - 1 tokens before it; shapes as for
-    `DocumentMask`.
-    """
+    """Return attention to the last `window` tokens, the own included: q's shape."""
     batch, seq_len = q.size(0), q.size(2)
     if no_kernel(q):
         return attend(q, k, v, band(seq_len, seq_len, window, q.device))
@@ -71,7 +69,7 @@ def attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 def no_kernel(q: Tensor) -> bool:
-    """Return whether torch has no attention of variable lengths for such queries."""
+    """Return whether torch lacks attention of variable lengths for such queries."""
     return q.device.type == "cuda" and q.dtype not in (torch.bfloat16, torch.float16)
 
 
@@ -95,7 +93,7 @@ def _attend(  # noqa: PLR0913
 def chunk_ids(doc_ids: Tensor, chunk: int) -> Tensor:
     """Return the number of each token's chunk in its row, [batch, seq] int64.
 
-    Chunks of so many tokens are counted from the beginning of each document, as if it were alone.
+    Chunks of `chunk` tokens are counted from the beginning of each document.
     """
     return (document_positions(doc_ids) % chunk == 0).cumsum(1)
 
@@ -107,13 +105,10 @@ def chunk_mask(doc_ids: Tensor, chunk: int) -> DocumentMask:
 
 
 def document_mask(doc_ids: Tensor, more: int = 0) -> DocumentMask:
-    """Return the mask for doc_ids: [batch, seq] int.
+    """Return the mask for doc_ids: [batch, seq] int, equal for neighbours of one document.
 
-    Neighbours with the same number are of one document. more: documents of a row beside those that
-    the data has.
-
-    On GPUs a row has at most `titanlite.data.rows.max_documents`: the kernel's time grows with the
-    number of places.
+    more: documents of a row beside those of the data. On GPUs a row has at most
+    `titanlite.data.rows.max_documents`: the kernel's time grows with the number of places.
     """
     batch, seq_len = doc_ids.shape
     number = document_begins(doc_ids).flatten().cumsum(0) - 1
@@ -143,8 +138,7 @@ class _Part(NamedTuple):
 def _parts(
     begins: Tensor, begins_k: Tensor | None, window_size: list[int] | None, dtype: torch.dtype
 ) -> Iterator[_Part]:
-    """Yield the documents, longer ones as pieces of one window, whose queries see themselves and
-    the piece before.
+    """Yield the documents; longer ones as pieces of one window, which also see the piece before.
 
     A document may have more keys than queries: its last query is at its last key.
     """
@@ -181,12 +175,12 @@ def _parts(
 
 
 def _added(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to scores, of the same shape: minus infinity where none is allowed."""
+    """Return what is added to scores: minus infinity where none is allowed."""
     return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)
 
 
 def _heads(tensor: Tensor, tokens: slice) -> Tensor:
-    """Return tokens of a tensor [tokens, heads, …] as [1, heads, tokens, …], without a copy."""
+    """Return tokens of [tokens, heads, …] as [1, heads, tokens, …], without a copy."""
     return tensor[tokens].transpose(0, 1).unsqueeze(0)
 
 

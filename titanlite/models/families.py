@@ -33,14 +33,13 @@ _FAMILIES = {
 
 @functools.cache
 def _builtin(name: str) -> ModelSpec:
-    """Import a family and return its spec."""
     module, _, variable = _FAMILIES[name].partition(":")
     spec: ModelSpec = getattr(importlib.import_module(f"titanlite.models.{module}"), variable)
     return spec
 
 
 class _Families(Mapping[str, ModelSpec]):
-    """Name → spec; the names are known without an import of the families."""
+    """Name → spec; names are known without importing the families."""
 
     def __getitem__(self, name: str) -> ModelSpec:
         if name not in _FAMILIES:
@@ -62,10 +61,7 @@ SPECS: Mapping[str, ModelSpec] = _Families()
 
 
 def get_spec(name: str) -> ModelSpec:
-    """Return the spec of a built-in model, or of a dotted path.
-
-    Raises ShapeError for any other name.
-    """
+    """Return the spec of a built-in model or a dotted path. Raises ShapeError for other names."""
     if is_dotted(name):
         try:
             return resolve_as(
@@ -83,9 +79,7 @@ def get_spec(name: str) -> ModelSpec:
 
 @functools.cache
 def _model_types() -> dict[str, str]:
-    """Return Hugging Face's `model_type` → the built-in family; of several with one type, the
-    last.
-    """
+    """Return Hugging Face's `model_type` → family; of several with one type, the last."""
     known: dict[str, str] = {}
     for name, spec in SPECS.items():
         for flavor in spec.flavors.values():
@@ -97,16 +91,14 @@ def _model_types() -> dict[str, str]:
 
 
 def builtin_family(config: Mapping[str, Any]) -> str | None:
-    """Return the built-in family of a config.json, by its `model_type`; None: there is none."""
+    """Return the built-in family of a config.json, by its `model_type`."""
     return _model_types().get(str(config.get("model_type")))
 
 
 def family_of(config: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the built-in family, by `model_type`, and the arguments that a config.json of Hugging
-    Face describes.
+    """Return the family and the arguments of a config.json: built-in by `model_type`, else hf.
 
-    Other causal models of `transformers` are of the family hf. Raises ValueError for a model that
-    titanlite lacks.
+    Raises ValueError for a model that titanlite lacks.
     """
     builtin = builtin_family(config)
     family = builtin or "hf"

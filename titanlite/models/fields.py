@@ -30,13 +30,12 @@ def argument(
     may_be_zero: bool = False,
     added_later: bool = False,
 ) -> Any:
-    """Declare an argument that is no plain part of the shape. A subclass that declares it anew need
-    not say so again.
+    """Declare an argument that is no plain part of the shape; subclasses inherit the declaration.
 
-    decides: the attribute that stands for it where models are compared, "" if others do.
-    of_training: it changes neither weights nor logits; runs that differ in it resume each other's
-    checkpoints. may_be_zero: as arguments may whose default is zero. added_later: files without it
-    mean its default, and models with its default resume the checkpoints from before.
+    decides: the attribute that models are compared by, "" if others are. of_training: it changes
+    neither weights nor logits; runs that differ in it resume each other's checkpoints. added_later:
+    files without it mean its default, and models with its default resume the checkpoints from
+    before.
     """
     told: dict[str, Any] = {}
     if may_be_zero:
@@ -52,7 +51,7 @@ def argument(
 
 @functools.cache
 def _told(cls: type, name: str) -> Mapping[str, Any]:
-    """Return what a class and those that it is made from say about an argument."""
+    """Return the declaration of an argument in a class or its bases."""
     found: dict[str, Any] = {"of_training": name == LENGTH, "decides": name}
     for base in reversed(cls.__mro__):
         declared = vars(base).get("__dataclass_fields__", {}).get(name)
@@ -66,12 +65,12 @@ def _told(cls: type, name: str) -> Mapping[str, Any]:
 
 
 def is_of_training(cls: type, name: str) -> bool:
-    """Return whether weights mean the same, whatever the argument is."""
+    """Return whether an argument leaves the weights' meaning alone."""
     return bool(_told(cls, name)["of_training"])
 
 
 def is_added_later(cls: type, name: str) -> bool:
-    """Return whether files that lack the argument mean its default."""
+    """Return whether files without the argument mean its default."""
     return "added_later" in _told(cls, name)
 
 
@@ -113,8 +112,8 @@ _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a s
 def checked_fields(cls: type, values: Mapping[str, object], table: str) -> dict[str, Any]:
     """Return values for fields of `cls`, each of the annotated type; an integer also fits a float.
 
-    A type with a class method `parse` reads values of all kinds. table: of `[model]`, for messages.
-    Raises ShapeError with all that do not fit.
+    A type's class method `parse` reads its values. table: of `[model]`, for messages. Raises
+    ShapeError with all that do not fit.
     """
     hints = typing.get_type_hints(cls)
     names = [one.name for one in fields(cls)]

@@ -27,9 +27,5 @@ class _GeluMul(torch.autograd.Function):
 
 
 def gelu_mul(gate: Tensor, x: Tensor) -> Tensor:
-    """Return gelu(gate) * x, element by element, with the approximation by tanh (GeGLU, Shazeer
-    2020).
-
-    Keeps gate and x for backward.
-    """
+    """Return gelu(gate) * x with the tanh approximation (GeGLU, Shazeer 2020). Keeps gate and x."""
     return _GeluMul.apply(gate, x)

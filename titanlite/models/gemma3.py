@@ -92,7 +92,7 @@ HF = HFTable(
 
 
 def args_from_hf(config: Mapping[str, Any]) -> Gemma3Args:
-    """Return the arguments that a config.json describes. Raises ValueError for another model."""
+    """Return the arguments of a config.json. Raises ValueError for another model."""
     older_local = entry_of(config, "rope_local_base_freq", float, _LOCAL_THETA)
     flat = one_rope(config, _THETA, older_local)
     if flat.get("hidden_activation") is None:

@@ -38,11 +38,9 @@ class Sampling(NamedTuple):
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the distribution that tokens are drawn from, for logits [..., vocab]; same shape,
-    fp32.
+    """Return the distribution to draw from, for logits [..., vocab]; same shape, fp32.
 
-    Temperature, then top-k, then top-p (Holtzman et al. 2020), as in `transformers`. Temperature
-    must not be 0.
+    Temperature, not 0, then top-k, then top-p (Holtzman et al. 2020), as in `transformers`.
     """
     logits = logits.float()
     # Less the largest one, no temperature overflows.
@@ -58,12 +56,10 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of the tokens so far, in the place of the blocks' `inner_attention` while it
-    is entered.
+    """Keys and values of the tokens so far; while entered, replaces the blocks' `inner_attention`.
 
-    A token's slot is its position. So rows of different lengths need no padding on the left. What
-    padding wrote on the right is never attended to, and later tokens overwrite it. size: slots of
-    each row.
+    A token's slot is its position, so rows need no padding on the left. Padding on the right is
+    never attended to, and later tokens overwrite it. size: slots of each row.
     """
 
     def __init__(self, model: nn.Module, rows: int, size: int) -> None:
@@ -99,8 +95,7 @@ class KVCache:
 class CachedAttention(nn.Module):
     """Causal attention to the tokens in a cache.
 
-    replaced: what it takes the place of. Its `window`: tokens that a token sees, itself among
-    them; None: all. Its `chunk`: tokens of a chunk, within which they see; None: there are none.
+    replaced: what it replaces, whose `window` or `chunk` of tokens it minds.
     """
 
     def __init__(self, cache: KVCache, replaced: nn.Module) -> None:
@@ -112,9 +107,7 @@ class CachedAttention(nn.Module):
         self._keys = self._values = torch.empty(0)
 
     def prepare(self, doc_ids: Tensor | None) -> Tensor | None:
-        """Return which slots each query sees: [rows, 1, seq, slots in use] bool; None: all up to
-        its own.
-        """
+        """Return the slots a query sees: [rows, 1, seq, slots] bool; None: all up to its own."""
         cache = self.cache
         slots = cache.slots.unsqueeze(2)
         everywhere = self.window is None or cache.end <= self.window
@@ -131,9 +124,10 @@ class CachedAttention(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None = None
     ) -> Tensor:
-        """q: [rows, heads, seq, head_dim], k and v: [rows, kv_heads, seq, head_dim], rotated.
+        """q: [rows, heads, seq, head_dim], k and v: [rows, kv_heads, seq, head_dim], rotated;
+        sinks: [heads].
 
-        Return q's shape. sinks: [heads], of a model that has them.
+        Return q's shape.
         """
         cache = self.cache
         if not self._keys.numel():
@@ -173,17 +167,15 @@ def generate(  # noqa: PLR0913
     first_row: int = 0,
     cached: bool = True,
 ) -> Generator[list[int | None], None, None]:
-    """Yield the next id of every row, until all rows have ended; None for a row that has.
+    """Yield the next id of every row, None for a row that has ended, until all have.
 
     A row ends after an id of `stop_ids`, after `max_tokens`, or when it has `limit` tokens with its
-    prompt. Each row draws from a separate generator, seeded by the seed and the row's number. Other
-    rows and torch's generators play no part.
+    prompt. Each row draws from its own generator, seeded by the seed and the row's number.
 
-    prompts: ids of each row, at least one and fewer than limit. limit: the longest sequence of the
-    model. head: name of the linear for logits; only the last token of each row goes through it.
-    vocab: ids to draw from, where the vocabulary is padded. first_row: number of the first row.
-    cached: False computes every token again for each one. So does a model without replaceable
-    attention.
+    prompts: ids of each row, at least one and fewer than limit. head: name of the linear for
+    logits; only each row's last token goes through it. vocab: ids to draw from, where the
+    vocabulary is padded. cached: False computes every token again, as a model without replaceable
+    attention does.
     """
     device = next(model.parameters()).device
     rows = _Rows(prompts, max_tokens, limit, device)
@@ -206,10 +198,7 @@ def generate(  # noqa: PLR0913
 
 
 class _Rows:
-    """The texts of one call of `generate`, and which of their tokens the next forward pass takes.
-
-    limit: tokens of a row at most.
-    """
+    """The texts of one call of `generate`, and the tokens that the next pass takes."""
 
     def __init__(
         self,
@@ -234,17 +223,17 @@ class _Rows:
         self.last = torch.tensor(self.lengths, device=device) - 1
 
     def positions(self) -> Tensor:
-        """Return the places of the tokens of the next pass: [rows, width] int64."""
+        """Return the positions of the next pass's tokens: [rows, width] int64."""
         return self.start + torch.arange(self.width, device=self.start.device)
 
     def newest(self, logits: Tensor) -> Tensor:
-        """Return the logits after the newest token of each row: [rows, vocab]."""
+        """Return the logits of each row's newest token: [rows, vocab]."""
         if logits.size(1) == 1:
             return logits[:, 0]
         return logits[torch.arange(len(self.lengths), device=logits.device), self.last]
 
     def add(self, found: Tensor, stop_ids: Collection[int]) -> list[int | None]:
-        """Count the next ids [rows], and return them; None for a row that has ended."""
+        """Count the next ids [rows], and return them; None for ended rows."""
         new: list[int | None] = []
         for row, one in enumerate(found.tolist()):
             if not self.alive[row]:
@@ -256,7 +245,7 @@ class _Rows:
         return new
 
     def advance(self, found: Tensor) -> None:
-        """Take the ids [rows] into the texts, and say what the next pass takes."""
+        """Append the ids [rows], and choose the next pass's tokens."""
         device = self.ids.device
         places = torch.tensor(self.lengths, device=device).sub_(1).unsqueeze(1)
         kept = torch.where(torch.tensor(self.alive, device=device), found, 0)
@@ -292,7 +281,7 @@ def _forward(model: nn.Module, rows: _Rows, head: str) -> Tensor:
 
 @contextlib.contextmanager
 def _only(model: nn.Module, head: str, last: Tensor, wanted: bool) -> Iterator[None]:
-    """Let only one token of each row, that at `last` [rows], go through the head."""
+    """Let only each row's token at `last` [rows] go through the head."""
     module = dict(model.named_modules()).get(head)
     if not wanted or module is None:
         yield
@@ -322,6 +311,6 @@ def _draw(logits: Tensor, sampling: Sampling, draws: Sequence[np.random.Generato
 
 
 def text_after(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
-    """Return the text of ids that follow those before: some kinds begin a text with a space."""
+    """Return the text of ids after those before: some tokenizers begin a text with a space."""
     lead = [*before[-8:]]
     return tokenizer.decode([*lead, *ids])[len(tokenizer.decode(lead)) :]

@@ -54,7 +54,6 @@ class GptOssArgs(ExpertArgs):
     published_context = 131072
 
     def attention_extras(self) -> dict[str, int]:
-        """Add the biases and the sinks."""
         extras = super().attention_extras()
         for name, size in self.attention_linears().items():
             extras[f"{name}.bias"] = size.out_features
@@ -131,10 +130,7 @@ HF = HFTable(
 
 
 def args_from_hf(config: Mapping[str, Any]) -> GptOssArgs:
-    """Return the arguments that a config.json describes.
-
-    Raises ValueError for one that this family does not do.
-    """
+    """Return the arguments of a config.json. Raises ValueError for one that this family lacks."""
     plain = dict(config)
     if set(texts_of(config, "layer_types")) == {FULL}:
         plain["sliding_window"] = None

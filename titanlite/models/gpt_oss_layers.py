@@ -35,7 +35,7 @@ _LIMIT = 7.0
 
 
 class Sinks(nn.Module):
-    """The score of each head's sink. Under tensor parallelism a rank has those of its heads."""
+    """The score of each head's sink; tensor-parallel ranks have those of their heads."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Sinks(nn.Module):
 
 
 class GptOssAttention(Attention):
-    """Grouped-query attention with a bias in each linear and a sink in each head."""
+    """Grouped-query attention with biases in its linears and a sink in each head."""
 
     def __init__(self, args: GptOssArgs) -> None:
         super().__init__(args)
@@ -58,15 +58,13 @@ class GptOssAttention(Attention):
         self.inner_attention = SinkAttention(args.window)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask | None) -> Tensor:
-        """Do as `Attention.attend`, with the sinks."""
         return self.inner_attention(q, k, v, mask, self.sinks())
 
 
 class _ClampedSwiglu(torch.autograd.Function):
     """(up + 1) * gate * sigmoid(1.702 gate), both clamped, after the bias of each row's expert.
 
-    h: [rows, 2 * width], gate and up in turns. Keeps h, and computes the rest again. What it
-    computes is in float32, in place where it can be.
+    h: [rows, 2 * width], gate and up in turns. Keeps h alone; computes in float32.
     """
 
     @staticmethod
@@ -102,7 +100,7 @@ class _ClampedSwiglu(torch.autograd.Function):
 
 
 class GptOssExperts(Experts):
-    """Clamped SwiGLU feed-forwards of equal size with biases, in the layout of Hugging Face."""
+    """Clamped SwiGLU experts with biases, in the layout of Hugging Face."""
 
     def add_parameters(self, n_experts: int, dim: int, width: int) -> None:
         self.gate_up = nn.Parameter(torch.empty(n_experts, dim, 2 * width))
@@ -111,7 +109,6 @@ class GptOssExperts(Experts):
         self.down_bias = nn.Parameter(torch.empty(n_experts, dim))
 
     def products(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Do as `Experts.products`."""
         experts = experts_of_rows(x, ends)
         h = grouped_mm(x, local(self.gate_up), ends)
         inner = _ClampedSwiglu.apply(h, local(self.gate_up_bias), experts, ends)
@@ -120,7 +117,7 @@ class GptOssExperts(Experts):
 
 
 class GptOssMoE(MoE):
-    """An MoE layer whose experts have biases."""
+    """An MoE layer of `GptOssExperts`."""
 
     experts_class = GptOssExperts
 

@@ -20,7 +20,7 @@ HFName = str | tuple[str, ...] | tuple[tuple[str, ...], ...]
 
 
 def as_names(name: HFName) -> tuple[str, ...]:
-    """Return the names of Hugging Face's tensors that one of ours consists of, in order."""
+    """Return Hugging Face's tensors that one of ours consists of, in order."""
     if isinstance(name, str):
         return (name,)
     found: list[str] = []
@@ -30,12 +30,12 @@ def as_names(name: HFName) -> tuple[str, ...]:
 
 
 def parts_of_entry(name: HFName) -> int:
-    """Return the number of Hugging Face's tensors in an entry of a stack; 1 where ours is none."""
+    """Return the number of Hugging Face's tensors in a stack's entry, or 1."""
     return 1 if isinstance(name, str) or isinstance(name[0], str) else len(name[0])
 
 
 def pieces_of(tensor: Tensor, name: HFName) -> dict[str, Tensor]:
-    """Return the tensors of Hugging Face's that one of ours consists of; none is copied."""
+    """Return Hugging Face's tensors of one of ours, without a copy."""
     if isinstance(name, str):
         return {name: tensor}
     parts = parts_of_entry(name)
@@ -44,7 +44,7 @@ def pieces_of(tensor: Tensor, name: HFName) -> dict[str, Tensor]:
 
 
 def joined(state: Mapping[str, Tensor], name: HFName) -> Tensor:
-    """Undo `pieces_of`. state: tensors of Hugging Face's."""
+    """Undo `pieces_of`."""
     if isinstance(name, str):
         return state[name]
     import torch
@@ -55,7 +55,7 @@ def joined(state: Mapping[str, Tensor], name: HFName) -> Tensor:
 
 
 def is_derived(name: str) -> bool:
-    """Return whether a tensor of Hugging Face's files follows from the config, and is no weight."""
+    """Return whether a tensor follows from the config and is no weight."""
     return _DERIVED.fullmatch(name) is not None
 
 
@@ -83,11 +83,9 @@ _KINDS: dict[type, str] = {
 
 
 def entry_of(config: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
-    """Return an entry of somebody else's JSON file, which must be of the type `kind`; an integer
-    also fits a float.
+    """Return an entry of a foreign JSON file, of the type `kind`; an integer also fits a float.
 
-    default: for a file without the entry, or with null; None: the entry must be there.
-    Raises ValueError naming the entry.
+    default: for a missing or null entry; None: it is required. Raises ValueError naming the entry.
     """
     value = config.get(name)
     if value is None and default is not None:
@@ -103,10 +101,7 @@ def entry_of(config: Mapping[str, Any], name: str, kind: type, default: Any = No
 
 
 def texts_of(config: Mapping[str, Any], name: str) -> list[str]:
-    """Return an entry that is a list of strings; empty where it is missing.
-
-    Raises ValueError naming the entry.
-    """
+    """Return a list of strings, empty where it is missing. Raises ValueError naming the entry."""
     found: list[Any] = entry_of(config, name, list, [])
     if not all(isinstance(item, str) for item in found):
         raise ValueError(f"{name} is {found!r:.80}, expected a list of strings")

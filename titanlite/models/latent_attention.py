@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class RotatedKey(nn.Module):
     """The rotated part of the key, which all heads share.
 
-    A module without weights, so that tensor parallelism has a place to make its input whole.
-    interleaved: rotated pairs are neighbours, (2 i, 2 i + 1); else (i, i + rope_dim / 2).
+    It has no weights; tensor parallelism makes its input whole here. interleaved: rotated pairs are
+    neighbours, (2 i, 2 i + 1); else (i, i + rope_dim / 2).
     """
 
     def __init__(self, interleaved: bool) -> None:
@@ -43,8 +43,8 @@ class RotatedKey(nn.Module):
 class LatentAttention(nn.Module):
     """Attention whose keys and values come from a latent of `kv_lora_rank` numbers per token.
 
-    Weights have the order of DeepSeek's files, so that nothing is permuted between those and a
-    checkpoint. Queries and keys are: a score is the same for any order that both have.
+    Weights keep the order of DeepSeek's files; queries and keys are permuted, which leaves scores
+    alone.
     """
 
     def __init__(self, args: DeepSeekV3Args) -> None:
@@ -82,7 +82,7 @@ class LatentAttention(nn.Module):
         return self.wo(y.transpose(1, 2)[..., : self.v_dim].flatten(2))
 
     def _queries(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Return the queries, rotated and scaled: [batch, seq, heads, nope_dim + rope_dim]."""
+        """Return rotated and scaled queries: [batch, seq, heads, nope_dim + rope_dim]."""
         q = self.wq_b(self.q_norm(self.wq_a(x))) if self.wq is None else self.wq(x)
         q = q.unflatten(2, (-1, self.nope_dim + self.rope_dim))
         q_nope, q_rope = q.split([self.nope_dim, self.rope_dim], dim=-1)
@@ -103,14 +103,14 @@ class LatentAttention(nn.Module):
 
 
 def halves(x: Tensor, interleaved: bool) -> Tensor:
-    """Return x [..., width] with the pairs that rotate together at (i, i + width / 2)."""
+    """Return x [..., width] with rotated pairs at (i, i + width / 2)."""
     if not interleaved:
         return x
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 class DeepSeekV3Block(MoEBlock):
-    """A block with latent attention; its feed-forward is an MoE layer, or dense."""
+    """A block with latent attention, and an MoE layer or a dense feed-forward."""
 
     attention_class = LatentAttention
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def build_norm(args: LlamaArgs) -> nn.Module:
     """Build the normalisation of `args.norm_type` over the last dimension, without bias.
 
-    torch's own RMSNorm is a fused kernel on GPUs, so "rmsnorm" and "fused_rmsnorm" are one thing.
+    torch's RMSNorm is fused on GPUs, so "rmsnorm" and "fused_rmsnorm" are the same.
     """
     if args.norm_offset:
         from titanlite.models.norms import OffsetRMSNorm
@@ -38,11 +38,10 @@ def build_norm(args: LlamaArgs) -> nn.Module:
 class SdpaAttention(nn.Module):
     """Causal attention by `scaled_dot_product_attention`, or by attention of variable lengths.
 
-    window: tokens that a token attends to, itself and those before it; None: all.
+    window: tokens that a token attends to, itself included; None: all.
 
-    A replacement (another kernel, a cache, attention over ranks) keeps both methods and minds the
-    window. `prepare` is called once per forward pass, on the first block of each kind
-    (`AttentionKind`), and what it returns is handed to all blocks of that kind.
+    A replacement keeps both methods and minds the window. `prepare` is called once per forward pass
+    and `AttentionKind`; all blocks of that kind get its result.
     """
 
     def __init__(self, window: int | None = None) -> None:
@@ -58,9 +57,7 @@ class SdpaAttention(nn.Module):
         return document_mask(doc_ids)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask | None) -> Tensor:
-        """q: [batch, heads, seq, head_dim], k and v: [batch, kv_heads, seq, head_dim]; returns q's
-        shape.
-        """
+        """Attend: q [batch, heads, seq, head_dim], k and v [batch, kv_heads, seq, head_dim]."""
         if mask is not None:
             return mask.attend(q, k, v, self.window)
         if self.window is None or self.window >= q.size(2):
@@ -107,7 +104,7 @@ class Attention(nn.Module):
         return self.wo(y.transpose(1, 2).flatten(2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask | None) -> Tensor:
-        """Return attention proper; shapes as for `SdpaAttention`."""
+        """Return attention; shapes as for `SdpaAttention`."""
         return self.inner_attention(q, k, v, mask)
 
 
@@ -131,11 +128,10 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each with norms as `norm_placement` says, by default before it,
-    and added to the residual stream.
+    """Attention and feed-forward on the residual stream, with norms as `norm_placement` says.
 
-    A subclass names its own `attention_class` or `feed_forward_class`, and a subclass of `Llama`
-    that one as `block_class`. A static method may choose by the arguments of the block.
+    A subclass names its `attention_class` or `feed_forward_class`, and a subclass of `Llama` its
+    `block_class`. A static method may choose by the block's arguments.
     """
 
     attention_class: Callable[[Any], nn.Module] = Attention
@@ -160,11 +156,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """The decoder: tokens in, logits out.
-
-    Built on the meta device it holds no memory: `to_empty`, then draw the parameters, then
-    `init_buffers`.
-    """
+    """The decoder. From the meta device: `to_empty`, draw the parameters, `init_buffers`."""
 
     block_class: type[Block] = Block
 
@@ -194,16 +186,14 @@ class Llama(nn.Module):
         """Return logits [batch, seq, vocab], in the parameters' dtype.
 
         tokens: [batch, seq] int64. positions: [batch, seq] int64, rows of the RoPE tables; None: 0,
-        1, 2, … from
-        the beginning of each document.
-        doc_ids: [batch, whole sequence] int; a token sees only tokens of its own document; None:
-        one document. labels, loss: for a head that computes the loss itself
-        (`titanlite.features.loss_chunks`), which is then returned.
+        1, 2, … in each document.
+        doc_ids: [batch, whole sequence] int; attention stays within a document; None: one document.
+        labels, loss: for a head that computes the loss itself (`titanlite.features.loss_chunks`),
+        which is then returned.
         Raises ValueError if the sequence is longer than the RoPE tables.
 
-        A pipeline stage is a model whose other modules are None or gone. Without an embedding it
-        takes the hidden states [batch, seq, dim] of the stage before, without a head it returns its
-        own.
+        In a pipeline stage other modules are None or gone. Without an embedding it takes hidden
+        states [batch, seq, dim]; without a head it returns them.
         """
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         if self.tok_embeddings is not None and self.args.embedding_scale != 1:
@@ -228,7 +218,7 @@ class Llama(nn.Module):
         return self.output(x, labels, loss)
 
     def init_buffers(self) -> None:
-        """Recompute what `to_empty` leaves as garbage and no checkpoint holds: the RoPE tables."""
+        """Recompute the RoPE tables, which neither `to_empty` nor a checkpoint fills."""
         self.rope.init_buffers()
 
     def _tie(self) -> None:

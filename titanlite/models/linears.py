@@ -17,7 +17,7 @@ _LAYER = re.compile(r"^(?:\w+\.)+?\d+\.")
 
 @dataclass(frozen=True)
 class LinearKind:
-    """Linears of one kind, in several layers, of one size."""
+    """Linears of one kind and size, in several layers."""
 
     #: Their name in a layer, as `attention.wq`.
     kind: str
@@ -27,13 +27,13 @@ class LinearKind:
 
     @property
     def weights(self) -> int:
-        """Numbers in the weights of all of them, on one rank."""
+        """Numbers in all their weights, on one rank."""
         return self.size.in_features * self.size.out_features * len(self.names)
 
 
 @dataclass(frozen=True)
 class Linears:
-    """All linears of a model, and how tensor parallelism divides them."""
+    """All linears of a model, and their tensor parallelism."""
 
     #: Name → size in the whole model, in the model's order.
     sizes: Mapping[str, Size]
@@ -44,7 +44,6 @@ class Linears:
     tensor: int = 1
 
     def on_rank(self, name: str) -> Size:
-        """Return the size of a linear on one rank."""
         size = self.sizes[name]
         way = self.plan.get(name)
         if way == "rowwise":
@@ -54,7 +53,6 @@ class Linears:
         return size
 
     def kinds(self) -> list[LinearKind]:
-        """Return the linears by kind, in the model's order."""
         found: dict[tuple[str, Size], list[str]] = {}
         for name in self.sizes:
             key = kind_of(name), self.on_rank(name)
@@ -66,15 +64,12 @@ class Linears:
 
 
 def kind_of(name: str) -> str:
-    """Return a module's name in its layer: `attention.wq` of `layers.3.attention.wq`."""
+    """Return the name in a layer: `attention.wq` of `layers.3.attention.wq`."""
     return _LAYER.sub("", name)
 
 
 def linears_of(spec: ModelSpec, args: Any, tensor: int = 1) -> Linears:
-    """Return the linears of a model on this many ranks of tensor parallelism.
-
-    A spec that names none has none here.
-    """
+    """Return the linears of a model on `tensor` ranks of tensor parallelism."""
     if spec.linears is None:
         return Linears({}, spec.head)
     plan = spec.tensor_plan(args) if tensor > 1 and spec.tensor_plan else {}

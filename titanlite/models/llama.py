@@ -34,7 +34,7 @@ NORM_NAMES = {"before": _BEFORE, "after": _AFTER, "around": (*_BEFORE, *_AFTER)}
 
 
 class Rotary(NamedTuple):
-    """What rotary tables follow from, besides their length."""
+    """What rotary tables depend on, besides length."""
 
     #: Numbers of a head that rotate.
     width: int
@@ -43,7 +43,7 @@ class Rotary(NamedTuple):
 
 
 class AttentionKind(NamedTuple):
-    """What blocks have in common that share one rotation and one mask."""
+    """What blocks that share one rotation and one mask have in common."""
 
     window: int | None
     #: None: positions rotate nothing.
@@ -52,10 +52,10 @@ class AttentionKind(NamedTuple):
 
 @dataclass(frozen=True)
 class LlamaArgs:
-    """Everything that determines a decoder's shape and arithmetic, and a few numbers of training.
+    """A decoder's shape and arithmetic, and a few numbers of training.
 
-    A field tells by its metadata what else must know of it: `titanlite.models.fields`. What has no
-    field is fixed for a family. A subclass sets it, overrides it, or makes a field of it.
+    A field's metadata tells what else must know of it: `titanlite.models.fields`. Other attributes
+    are fixed for a family, unless a subclass changes them or makes them fields.
     """
 
     dim: int
@@ -90,7 +90,6 @@ class LlamaArgs:
             raise ShapeError(*wrong)
 
     def _problems_of_derived(self) -> list[str]:
-        """Return what is wrong with derived numbers, where each argument by itself is right."""
         wrong = []
         if self.ffn_width < 1:
             wrong.append(f"ffn_width must be positive, got {self.ffn_width}")
@@ -107,11 +106,11 @@ class LlamaArgs:
         return wrong
 
     def of_block(self, index: int) -> Self:
-        """Return the arguments of block `index`; a family whose blocks differ overrides it."""
+        """Return the arguments of block `index`; families whose blocks differ override it."""
         return self
 
     def blocks(self) -> dict[str, Self]:
-        """Return name → arguments of each block, in the order they run."""
+        """Return name → arguments of each block, in order."""
         return {f"layers.{index}": self.of_block(index) for index in range(self.n_layers)}
 
     # The derived numbers are properties, so that replacing `dim` or `n_heads` can never leave a
@@ -123,21 +122,21 @@ class LlamaArgs:
 
     @property
     def window(self) -> int | None:
-        """Return the tokens that a token attends to, itself and those before it; None: all."""
+        """Tokens that a token attends to, itself included; None: all."""
         return None
 
     @property
     def rotary(self) -> Rotary | None:
-        """Return the rotary tables of a block: of `of_block`; None: positions rotate nothing."""
+        """The rotary tables of a block (of `of_block`); None: no rotation."""
         return Rotary(self.head_dim, self.rope_theta, self.rope_scaling)
 
     @property
     def attention_kind(self) -> AttentionKind:
-        """Return what blocks share a rotation and a mask by: of `of_block`."""
+        """What a block (of `of_block`) shares rotation and mask by."""
         return AttentionKind(self.window, self.rotary)
 
     def rotaries(self) -> list[Rotary | None]:
-        """Return the rotary tables of all blocks, equal ones once, in the order of the blocks."""
+        """Return the different rotary tables, in the order of the blocks."""
         return list(dict.fromkeys(block.rotary for block in self.blocks().values()))
 
     #: q and k pass through an RMSNorm before the rotation: each head by itself, or all heads of a
@@ -157,19 +156,16 @@ class LlamaArgs:
 
     @property
     def query_scale(self) -> float:
-        """Return a factor for q, on top of 1 / sqrt(head_dim) in the scores: of the norm of q,
-        with `norm_offset`.
-        """
+        """A factor for q beside 1 / sqrt(head_dim): of q's norm with `norm_offset`."""
         return 1.0
 
     @property
     def embedding_scale(self) -> float:
-        """Return a factor for embeddings, before the first block."""
+        """A factor for embeddings before the first block."""
         return 1.0
 
     @property
     def norm_kind(self) -> str:
-        """Return `norm_type`, of names for one thing the first."""
         return "rmsnorm" if self.norm_type == "fused_rmsnorm" else self.norm_type
 
     @property
@@ -178,9 +174,7 @@ class LlamaArgs:
 
     @property
     def ffn_width(self) -> int:
-        """`ffn_dim`, or the rule of Llama's reference code: int(2 * 4 * dim / 3) times the
-        multiplier, rounded up.
-        """
+        """`ffn_dim`, or Llama's rule: int(2 * 4 * dim / 3) times the multiplier, rounded up."""
         if self.ffn_dim is not None:
             return self.ffn_dim
         width = int(self.ffn_dim_multiplier * int(2 * 4 * self.dim / 3))
@@ -188,7 +182,7 @@ class LlamaArgs:
 
     @property
     def published_context(self) -> int:
-        """Tokens of context of the published models with this RoPE; 0: there are none."""
+        """Tokens of context of the published models with this RoPE; 0: none."""
         if isinstance(self.rope_scaling, RopeScaling):
             # 131072 of Llama 3.1 and 3.2.
             return 16 * self.rope_scaling.original_context
@@ -196,7 +190,7 @@ class LlamaArgs:
 
     @property
     def n_vocab(self) -> int:
-        """`vocab_size`, or a ShapeError while it is still to be taken from a tokenizer."""
+        """`vocab_size`. Raises ShapeError before it is taken from a tokenizer."""
         if self.vocab_size is None:
             message = (
                 "this flavor takes its vocabulary from the tokenizer: pass vocab_size or "
@@ -208,7 +202,7 @@ class LlamaArgs:
     # The parameters and FLOPs of a block: of `of_block`
 
     def attention_linears(self) -> dict[str, Size]:
-        """Return name in a block → size of attention's linears, in the model's order."""
+        """Return name in a block → size of attention's linears, in order."""
         heads = self.n_heads * self.head_dim
         groups = self.kv_heads * self.head_dim
         return {
@@ -219,7 +213,7 @@ class LlamaArgs:
         }
 
     def attention_extras(self) -> dict[str, int]:
-        """Return name in a block → length of attention's vectors: norms, biases."""
+        """Return name in a block → length of attention's norms and biases."""
         if not self.qk_norm:
             return {}
         heads = self.n_heads if self.qk_norm_whole else 1
@@ -237,13 +231,13 @@ class LlamaArgs:
         return 12 * self.n_heads * self.head_dim * min(seq_len, self.window or seq_len)
 
     def block_norms(self) -> dict[str, int]:
-        """Return name in a block → length of the norms on the residual stream."""
+        """Return name in a block → length of the residual stream's norms."""
         if self.norm_type == "np_layernorm":
             return {}
         return dict.fromkeys(NORM_NAMES[self.norm_placement], self.dim)
 
     def feed_forward_linears(self) -> dict[str, Size]:
-        """Return name in a block → size of the feed-forward's linears, in the model's order."""
+        """Return name in a block → size of the feed-forward's linears, in order."""
         return {
             "feed_forward.w1": Size(self.dim, self.ffn_width),
             "feed_forward.w2": Size(self.ffn_width, self.dim),
@@ -251,16 +245,14 @@ class LlamaArgs:
         }
 
     def feed_forward_extras(self) -> dict[str, Size]:
-        """Return name in a block → size of what else the feed-forward has; a vector has one input.
+        """Return name in a block → size of the feed-forward's other parameters.
 
-        Of a stack it is the size of each matrix.
+        A vector has one input; of a stack it is the size of each matrix.
         """
         return {}
 
     def parameters(self) -> dict[str, Size]:
-        """Return name in a block, without `.weight`, → size of all parameters; a vector has one
-        input.
-        """
+        """Return name in a block, without `.weight`, → size; a vector has one input."""
         vectors = {**self.attention_extras(), **self.block_norms()}
         return {
             **self.attention_linears(),
@@ -270,21 +262,19 @@ class LlamaArgs:
         }
 
     def feed_forward_parameters(self) -> tuple[int, int]:
-        """Return the parameters of a block's feed-forward, and those of them that one token is
-        multiplied by.
-        """
+        """Return the feed-forward's parameters, and those that one token is multiplied by."""
         sizes = self.feed_forward_linears().values()
         count = sum(size.in_features * size.out_features for size in sizes)
         return count, count
 
 
 def block_names(args: LlamaArgs) -> list[str]:
-    """Return the decoder blocks in the order they run."""
+    """Return the decoder blocks in order."""
     return list(args.blocks())
 
 
 def linears(args: LlamaArgs) -> dict[str, Size]:
-    """Return name → size of every linear, in the model's order."""
+    """Return name → size of every linear, in order."""
     found: dict[str, Size] = {}
     for name, block in args.blocks().items():
         for kind, size in {**block.attention_linears(), **block.feed_forward_linears()}.items():
@@ -305,11 +295,11 @@ def init_rule(name: str, args: LlamaArgs) -> Init:
     """Return how the parameter of that full name is drawn.
 
     Embedding: normal, std 1. Matrices: truncated normal, std 0.02. Those that write to the residual
-    stream (wo, w2, and w3 that gates w2's input) are divided by sqrt(2 (layer + 1)), so that the
-    stream's variance grows evenly with depth. Head: dim ** -0.5, for logits of order one; a tied
-    weight is drawn as a head. Norms: one. Biases and sinks: zero.
+    stream (wo, w2, and w3 that gates w2's input) are divided by sqrt(2 (layer + 1)): the stream's
+    variance grows evenly with depth. Head: dim ** -0.5, for logits of order one, also when tied.
+    Norms: one. Biases and sinks: zero.
 
-    Raises KeyError for a name that the model lacks.
+    Raises KeyError for an unknown name.
     """
     if name == "tok_embeddings.weight" and not args.tied:
         return Init("normal", std=1.0)
@@ -335,14 +325,12 @@ def _truncated(std: float) -> Init:
 
 
 def tied(args: LlamaArgs) -> dict[str, str]:
-    """Return the name of a parameter that shares its tensor → the name that the tensor is drawn and
-    saved under.
-    """
+    """Return parameter → the name that its shared tensor is drawn and saved under."""
     return {"output.weight": "tok_embeddings.weight"} if args.tied else {}
 
 
 def sublayer_names(args: LlamaArgs) -> list[str]:
-    """Return the two halves of each decoder block, in the order they run."""
+    """Return the two halves of each block, in order."""
     names = []
     for block in args.blocks():
         names += [f"{block}.attention", f"{block}.feed_forward"]
@@ -352,7 +340,7 @@ def sublayer_names(args: LlamaArgs) -> list[str]:
 def fsdp_units(args: LlamaArgs) -> list[tuple[str, ...]]:
     """Return the modules to be sharded and gathered together, in the order they last run.
 
-    The final norm travels with the head. Modules that share a weight must be one unit.
+    The final norm travels with the head. Modules that share a weight are one unit.
     """
     blocks: list[tuple[str, ...]] = [(name,) for name in block_names(args)]
     if args.tied:
@@ -377,7 +365,7 @@ _BLOCK = {
 
 
 def block_plan(args: LlamaArgs) -> dict[str, str]:
-    """Return module name in a block → how tensor parallelism divides it. args: of that block."""
+    """Return module name in a block → how tensor parallelism divides it."""
     kinds = dict(_BLOCK)
     if args.qk_norm:
         kind = "all heads" if args.qk_norm_whole else "heads"
@@ -390,10 +378,9 @@ def block_plan(args: LlamaArgs) -> dict[str, str]:
 
 
 def tensor_plan(of_block: Callable[[Any], Mapping[str, str]], args: LlamaArgs) -> dict[str, str]:
-    """Return module name → how tensor parallelism divides it, in the order the modules run.
+    """Return module name → kind of `titanlite.parallel.tensor.apply_tp`, in the order modules run.
 
-    The kinds are those of `titanlite.parallel.tensor.apply_tp`. of_block: those of a block, from
-    its arguments.
+    of_block: those of a block, from its arguments.
     """
     plan = {"tok_embeddings": "embedding"}
     for block, own in args.blocks().items():
@@ -405,7 +392,7 @@ def tensor_plan(of_block: Callable[[Any], Mapping[str, str]], args: LlamaArgs) -
 
 
 def tensor_sizes(args: LlamaArgs) -> dict[str, int]:
-    """Return the numbers that tensor-parallel ranks must divide, besides the vocabulary."""
+    """Return the numbers that tensor-parallel ranks must divide."""
     return {
         "n_heads": args.n_heads,
         "n_kv_heads": args.kv_heads,
@@ -422,9 +409,8 @@ def decoder_spec(
 ) -> ModelSpec:
     """Return the spec of a family of decoders.
 
-    hf: its weights and config.json at Hugging Face; None: Llama's. block_plan: how tensor
-    parallelism divides the modules of a block. different: fields of `ModelSpec` that are not as
-    Llama's.
+    hf: None: Llama's. block_plan: tensor parallelism of a block's modules. different: fields of
+    `ModelSpec` that differ from Llama's.
     """
     if hf is not None:
         own = {"hf_names": hf.hf_names, "hf_config": hf.hf_config, "args_from_hf": hf.args_from_hf}

@@ -40,7 +40,7 @@ PART_OF = "llama4"
 class Llama4Args(ExpertArgs):
     """Arguments of Llama 4's decoder; `ffn_dim` is the width of a dense feed-forward.
 
-    A block without rotary positions has `nope_every` = 1, and one with them 0.
+    A block has `nope_every` = 1 without rotary positions, else 0.
     """
 
     n_experts: int = 16
@@ -88,7 +88,6 @@ class Llama4Args(ExpertArgs):
             raise ShapeError(*wrong)
 
     def of_block(self, index: int) -> Self:
-        """Return the arguments of block `index`."""
         has_rope = not self.nope_every or (index + 1) % self.nope_every != 0
         is_sparse = (index + 1) % self.sparse_step == 0
         block: Self = _of_kind(self, has_rope, is_sparse)
@@ -101,7 +100,6 @@ class Llama4Args(ExpertArgs):
     published_context = 262144
 
     def attention_flops(self, seq_len: int) -> int:
-        """Do as `LlamaArgs.attention_flops`; keys outside the chunk are not counted."""
         return super().attention_flops(min(seq_len, self.chunk or seq_len))
 
 
@@ -147,7 +145,7 @@ FLAVORS = {
 
 
 def _has_rope(args: Llama4Args) -> list[int]:
-    """Return for each block 1 if it has rotary positions, else 0, as `transformers` writes it."""
+    """Return 1 for each block with rotary positions, else 0, as `transformers` writes it."""
     return [int(block.rotary is not None) for block in args.blocks().values()]
 
 
@@ -207,17 +205,14 @@ HF = HFTable(
 
 
 def hf_names(args: Llama4Args) -> dict[str, Any]:
-    """Return our parameter name → Hugging Face's.
-
-    Raises ValueError for a router that has no form there.
-    """
+    """Return our parameter name → theirs. Raises ValueError for a router without a form there."""
     if args.score != "sigmoid":
         raise ValueError(f"score is {args.score!r}, and Llama 4 in `transformers` has 'sigmoid'")
     return HF.hf_names(args)
 
 
 def hf_config(args: Llama4Args) -> dict[str, Any]:
-    """Return the content of config.json, the arguments of `transformers.Llama4TextConfig`."""
+    """Return config.json, for `transformers.Llama4TextConfig`."""
     hf_names(args)
     config = HF.hf_config(args)
     if not args.nope_every:
@@ -226,10 +221,10 @@ def hf_config(args: Llama4Args) -> dict[str, Any]:
 
 
 def args_from_hf(config: Mapping[str, Any]) -> Llama4Args:
-    """Return the arguments that a config.json describes: of a text model, or of the text part of
-    one with images.
+    """Return the arguments of a config.json, of a text model or of the text part of one with
+    images.
 
-    Raises ValueError for another model, or one that this family does not do.
+    Raises ValueError for another model, or one that this family lacks.
     """
     if config.get("model_type") == PART_OF:
         config = {"model_type": "llama4_text", **entry_of(config, "text_config", dict)}
@@ -262,7 +257,7 @@ _REASON = "they read images, and the text model alone is trained here"
 
 
 def left_out(names: Collection[str]) -> dict[str, str]:
-    """Return the names of tensors that read images → why they are left out."""
+    """Return the tensors that read images → why they are left out."""
     return {name: _REASON for name in names if name.startswith(_OF_IMAGES)}
 
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 class ChunkedAttention(SdpaAttention):
-    """`SdpaAttention` within chunks of so many tokens, counted from the beginning of a document.
+    """`SdpaAttention` within chunks of tokens, counted from the beginning of a document.
 
-    What replaces it minds `chunk`. `window` is how far back a token can see at most.
+    What replaces it minds `chunk`; `window` is how far back a token can see.
     """
 
     def __init__(self, chunk: int) -> None:
@@ -36,7 +36,6 @@ class ChunkedAttention(SdpaAttention):
         self.chunk = chunk
 
     def prepare(self, doc_ids: Tensor | None) -> DocumentMask | None:
-        """Return the mask for doc_ids: a chunk of a document is like a document."""
         if doc_ids is None:
             return None
         from titanlite.models.document_attention import chunk_mask
@@ -44,7 +43,6 @@ class ChunkedAttention(SdpaAttention):
         return chunk_mask(doc_ids, self.chunk)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask | None) -> Tensor:
-        """Shapes as for `SdpaAttention`."""
         if mask is not None:
             return mask.attend(q, k, v)
         seq_len = q.size(2)
@@ -57,7 +55,6 @@ class ChunkedAttention(SdpaAttention):
         return torch.cat([y, attend(q[:, :, last:], k[:, :, last:], v[:, :, last:])], 2)
 
     def _whole_chunks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Let chunks be sequences of a larger batch."""
         y = attend(self._as_rows(q), self._as_rows(k), self._as_rows(v)).transpose(1, 2)
         return y.unflatten(0, (q.size(0), -1)).flatten(1, 2).transpose(1, 2)
 
@@ -68,7 +65,7 @@ class ChunkedAttention(SdpaAttention):
 
 
 class _UnitNorm(torch.autograd.Function):
-    """x divided by its root mean square: one node, which keeps x and one number per row."""
+    """x divided by its root mean square; keeps x and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
@@ -87,7 +84,7 @@ class _UnitNorm(torch.autograd.Function):
 
 
 def unit_norm(x: Tensor, eps: float) -> Tensor:
-    """Return x: [..., width], divided by its root mean square, computed in float32."""
+    """Return x: [..., width], divided by its root mean square, in float32."""
     if x.device.type == "cuda":
         return F.rms_norm(x, x.shape[-1:], None, eps)
     return _UnitNorm.apply(x, eps)
@@ -96,8 +93,8 @@ def unit_norm(x: Tensor, eps: float) -> Tensor:
 class Llama4Attention(Attention):
     """Attention whose rotated pairs are neighbours, or that has no rotary positions.
 
-    Weights have the order of Meta's files, so that nothing is permuted between those and a
-    checkpoint. Queries and keys are: a score is the same for any order that both have.
+    Weights keep the order of Meta's files; queries and keys are permuted, which leaves scores
+    alone.
     """
 
     def __init__(self, args: Llama4Args) -> None:
@@ -129,12 +126,12 @@ class Llama4Attention(Attention):
         return self.wo(y.transpose(1, 2).flatten(2))
 
     def _rotated(self, x: Tensor, rotation: Rotation | NoRotation) -> Tensor:
-        """Rotate x: [batch, seq, heads, head_dim], and divide it by its root mean square."""
+        """Rotate x: [batch, seq, heads, head_dim], and normalise it."""
         rotated = rotation(halves(x, interleaved=True))
         return unit_norm(rotated, self.eps) if self.unit_qk else rotated
 
     def _scales(self, positions: Tensor | None, q: Tensor) -> Tensor:
-        """Return factors of q that grow with the position, [1 or batch, seq, 1, 1] float32."""
+        """Return q's factors, which grow with position: [1 or batch, seq, 1, 1] float32."""
         if positions is None:
             positions = torch.arange(q.size(1), device=q.device).unsqueeze(0)
         passed = torch.floor((positions.float() + 1.0) / self.floor)
@@ -142,20 +139,19 @@ class Llama4Attention(Attention):
 
 
 class Llama4Experts(Experts):
-    """SwiGLU feed-forwards of equal size, in the layout of Hugging Face: gate, then up."""
+    """SwiGLU experts in the layout of Hugging Face: gate, then up."""
 
     def add_parameters(self, n_experts: int, dim: int, width: int) -> None:
         self.gate_up = nn.Parameter(torch.empty(n_experts, dim, 2 * width))
         self.down = nn.Parameter(torch.empty(n_experts, width, dim))
 
     def products(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Do as `Experts.products`."""
         gate, up = grouped_mm(x, local(self.gate_up), ends).chunk(2, -1)
         return grouped_mm(silu_mul(gate, up), local(self.down), ends)
 
 
 class Llama4MoE(MoE):
-    """An MoE layer of such experts, beside a shared one."""
+    """An MoE layer with a shared expert."""
 
     experts_class = Llama4Experts
 

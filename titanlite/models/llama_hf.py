@@ -28,7 +28,7 @@ _MOST_LAYERS = 10_000
 
 
 class Entry(NamedTuple):
-    """An entry of config.json that is an argument, or follows from arguments."""
+    """An entry of config.json that follows from arguments."""
 
     #: Name of an argument; another attribute, or a function of all arguments, follows from them.
     argument: str | Callable[[Any], Any]
@@ -59,10 +59,9 @@ class HFTable:
     architecture: str = ""
 
     def hf_names(self, args: Any) -> dict[str, HFName]:
-        """Return our parameter name → Hugging Face's, for every tensor that a file holds (no head
-        if tied).
+        """Return our parameter name → Hugging Face's, without a tied head.
 
-        Raises ValueError for a model that it has no form for.
+        Raises ValueError for a model without a form there.
         """
         _check_form(args)
         found: dict[str, HFName] = {
@@ -81,10 +80,9 @@ class HFTable:
         return found
 
     def hf_config(self, args: Any) -> dict[str, Any]:
-        """Return the content of config.json: the arguments of the model's class in `transformers` 5
-        and 4.
+        """Return config.json for `transformers` 5 and 4.
 
-        Raises ValueError for a model that it has no form for.
+        Raises ValueError for a model without a form there.
         """
         _check_form(args)
         name = self.architecture or f"{self.model_type.capitalize()}ForCausalLM"
@@ -99,9 +97,9 @@ class HFTable:
         return found
 
     def args_from_hf(self, config: Mapping[str, Any], **more: Any) -> Any:
-        """Return the arguments that a config.json describes, of `transformers` 5 or an older one.
+        """Return the arguments of a config.json, of `transformers` 5 or older.
 
-        more: arguments that are in no row. Raises ValueError for a model that is not of the family.
+        more: arguments that are in no row. Raises ValueError for another family.
         """
         kind = config.get("model_type")
         if kind != self.model_type:
@@ -136,7 +134,6 @@ class HFTable:
         return args
 
     def _in_words_of_files(self, error: ShapeError) -> str:
-        """Return what is wrong with arguments, in the names of entries."""
         words = {}
         for name, entry in self.entries.items():
             if isinstance(entry, Entry):
@@ -149,7 +146,6 @@ class HFTable:
 
 
 def _check_form(args: Any) -> None:
-    """Raise ValueError for what models of `transformers` lack."""
     if args.norm_kind != "rmsnorm":
         raise ValueError(
             f"Hugging Face's Llama has RMSNorm only; this model has norm_type = {args.norm_type!r}"
@@ -174,7 +170,6 @@ def _read(
     kinds: Mapping[str, Any],
     given: Mapping[str, Any],
 ) -> Any:
-    """Return an argument from its entry. given: the arguments so far."""
     annotation = kinds[str(entry.argument)]
     kind = (typing.get_args(annotation) or (annotation,))[0]
     default = entry.default(given) if callable(entry.default) else entry.default
@@ -195,15 +190,13 @@ def _value(args: Any, what: str | Callable[[Any], Any]) -> Any:
 
 
 def layer_types(args: Any) -> list[str]:
-    """Return the kind of each block's attention, in the words of `transformers`."""
+    """Return the kind of each block's attention, as `transformers` names it."""
     kinds = {True: FULL, False: WINDOW}
     return [kinds[block.window is None] for block in args.blocks().values()]
 
 
 def _context(args: Any) -> int:
-    """Return the context of the published models, or `max_seq_len` where that is more; with some
-    scalings, what they make of it.
-    """
+    """Return the published context, as some scalings stretch it, or a larger `max_seq_len`."""
     context: int = max(args.max_seq_len, args.published_context)
     return context if args.rope_scaling is None else args.rope_scaling.positions(context)
 
@@ -264,11 +257,9 @@ LLAMA = HFTable("llama", LlamaArgs, ENTRIES, NAMES)
 
 
 def permute(weight: Tensor, n_heads: int) -> Tensor:
-    """Bring the rows of a q or k weight [n_heads * head_dim, dim] from Meta's layout to ours, head
-    by head.
+    """Bring the rows of a q or k weight [n_heads * head_dim, dim] from Meta's layout to ours.
 
-    Meta rotates the pairs (2 i, 2 i + 1), we (i, i + head_dim / 2). Within a head the even rows
-    come first.
+    Meta rotates the pairs (2 i, 2 i + 1), we (i, i + head_dim / 2): even rows of a head come first.
     """
     heads = weight.unflatten(0, (n_heads, -1, 2))
     return heads.transpose(1, 2).flatten(0, 2)

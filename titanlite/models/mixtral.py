@@ -19,7 +19,6 @@ class MixtralArgs(ExpertArgs):
 
     @property
     def published_context(self) -> int:
-        """Tokens of context of the published model of this width; 0: there is none."""
         return {4096: 32768, 6144: 65536}.get(self.dim, 0)
 
 

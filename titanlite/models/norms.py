@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class OffsetRMSNorm(RMSNorm):
     """RMSNorm whose factor is (1 + weight) * scale (Gemma).
 
-    One autograd node on every device, with factors in float32: 1 + weight would lose most of a
-    small weight in bfloat16.
+    One autograd node, factors in float32: in bfloat16, 1 + weight would lose most of a small
+    weight.
     """
 
     def __init__(self, width: int, eps: float, scale: float = 1.0) -> None:
@@ -26,7 +26,6 @@ class OffsetRMSNorm(RMSNorm):
         self.scale = scale
 
     def reset_parameters(self) -> None:
-        """Set the weight to zero, a factor of `scale`."""
         nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,15 +37,15 @@ class OffsetRMSNorm(RMSNorm):
 
 
 class WholeNorm(RMSNorm):
-    """RMSNorm of a token's q or k over all heads together (OLMo 2)."""
+    """RMSNorm of q or k over all heads together (OLMo 2)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., heads, head_dim]; same shape back."""
+        """x: [..., heads, head_dim]."""
         return super().forward(x.flatten(-2)).view_as(x)
 
 
 def qk_norms(args: LlamaArgs) -> tuple[nn.Module, nn.Module]:
-    """Build the norms of q and k, before the rotation (Henry et al. 2020)."""
+    """Build the norms of q and k before rotation (Henry et al. 2020)."""
     q_width, k_width = args.attention_extras().values()
     kind = WholeNorm if args.qk_norm_whole else RMSNorm
     if args.norm_offset:

@@ -43,10 +43,7 @@ HF = HFTable("olmo3", Olmo3Args, {**ENTRIES, **PATTERN_ENTRIES, **NO_PADDING}, N
 
 
 def args_from_hf(config: Mapping[str, Any]) -> Olmo3Args:
-    """Return the arguments that a config.json describes.
-
-    Raises ValueError for another model, or one with two bases of RoPE.
-    """
+    """Return a config.json's arguments. Raises ValueError for another model or two RoPE bases."""
     # Without a table for it, `transformers` 5 takes its default where there are windows.
     flat = one_rope(config, _THETA, _THETA)
     theta = flat["rope_parameters"]["rope_theta"]

@@ -73,17 +73,14 @@ class Qwen3MoeArgs(ExpertArgs):
 
     @property
     def _moe_layers(self) -> int:
-        """Blocks with experts."""
         left_out = {index for index in self.dense_blocks if (index + 1) % self.sparse_step == 0}
         return self.n_layers // self.sparse_step - len(left_out)
 
     @property
     def all_dense_blocks(self) -> list[int]:
-        """Return the blocks without experts."""
         return [index for index in range(self.n_layers) if not self.of_block(index).n_experts]
 
     def of_block(self, index: int) -> Self:
-        """Return the arguments of block `index`."""
         is_dense = (index + 1) % self.sparse_step or index in self.dense_blocks
         return self.without_experts() if is_dense else self
 

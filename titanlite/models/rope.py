@@ -17,13 +17,11 @@ if TYPE_CHECKING:
 
 
 class Rotation:
-    """The cosines and sines of one batch: [seq, 1, head_dim / 2], or [batch, seq, 1, head_dim / 2],
-    fp32.
+    """One batch's cosines and sines: [seq, 1, head_dim / 2] or [batch, seq, 1, head_dim / 2], fp32.
 
-    Deliberately a plain object, neither tuple nor dataclass. Blocks receive it as an argument.
-    `fully_shard` with `cast_forward_inputs=True` casts every floating-point tensor that it finds in
-    a block's arguments, inside containers too, to the parameters' dtype. Casting back in the block
-    could not restore what bf16's 8 bits lost.
+    Deliberately neither tuple nor dataclass: `fully_shard` with `cast_forward_inputs=True` casts
+    floating-point tensors in a block's arguments, inside containers too, to the parameters' dtype.
+    Casting back could not restore what bf16's 8 bits lost.
     """
 
     __slots__ = ("cos", "sin")
@@ -33,11 +31,11 @@ class Rotation:
         self.sin = sin
 
     def of(self, rotary: Rotary | None) -> Rotation:
-        """Return the rotation of blocks with these tables: all blocks have these."""
+        """Return itself: all blocks share these tables."""
         return self
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rotate x: [batch, seq, heads, head_dim], pairs (i, i + head_dim / 2); same dtype back."""
+        """Rotate x: [batch, seq, heads, head_dim], pairs (i, i + head_dim / 2); same dtype."""
         if x.device.type == "cuda" and not torch.compiler.is_compiling():
             return _Rotate.apply(x, self.cos, self.sin)
         # Explicitly in fp32. With bf16 operands the compiler would keep intermediates in fp32 that
@@ -48,11 +46,9 @@ class Rotation:
 
 
 class _Rotate(torch.autograd.Function):
-    """The rotation in three kernels in each direction, for eager CUDA: the formula under autograd
-    launches 21.
+    """The rotation in three kernels in each direction for eager CUDA, where autograd launches 21.
 
-    It rounds once, to the dtype of x, as the formula does. Each sum of two products is one fused
-    multiply-add.
+    It rounds once, to the dtype of x; each sum of two products is one fused multiply-add.
     """
 
     @staticmethod
@@ -68,7 +64,6 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def by(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-        """Rotate the pairs of x by the angles of the tables times `sign`."""
         scaled = x.unflatten(-1, (2, -1)) * cos.unsqueeze(-2)  # fp32, as the tables
         first, second = x.chunk(2, dim=-1)
         result = torch.empty_like(x)
@@ -79,11 +74,9 @@ class _Rotate(torch.autograd.Function):
 
 
 class Rope(nn.Module):
-    """Tables of cosines and sines for positions 0 … max_seq_len - 1, each [max_seq_len, head_dim /
-    2] fp32.
+    """Tables of cosines and sines for max_seq_len positions, each [max_seq_len, head_dim / 2] fp32.
 
-    The tables are non-persistent buffers: a checkpoint does not carry them. After `to_empty` they
-    are garbage until `init_buffers` has run.
+    Buffers are non-persistent: after `to_empty` they are garbage until `init_buffers` has run.
     """
 
     cos: Tensor
@@ -104,9 +97,7 @@ class Rope(nn.Module):
 
     @torch.no_grad()
     def init_buffers(self) -> None:
-        """Fill the tables on the device they are on; on the meta device there is nothing to
-        fill.
-        """
+        """Fill the tables on their device; on the meta device nothing happens."""
         if self.cos.is_meta:
             return
         cos, sin = self._tables()
@@ -114,7 +105,7 @@ class Rope(nn.Module):
         self.sin.copy_(sin)
 
     def _tables(self) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines on the CPU, as many rows as the tables have now."""
+        """Return cosines and sines on the CPU, as many rows as the tables have."""
         # Always on the CPU, so that all devices rotate by the same angles. And in fp32 like the
         # reference implementations, since published weights were trained with these roundings.
         with torch.device("cpu"):
@@ -130,7 +121,7 @@ class Rope(nn.Module):
         return cos, sin
 
     def forward(self, seq_len: int, positions: Tensor | None = None) -> Rotation:
-        """Return the rotation of positions 0 … seq_len - 1, or of `positions`: [batch, seq] int64.
+        """Return the rotation of 0 … seq_len - 1, or of `positions`: [batch, seq] int64.
 
         Raises ValueError if the sequence is longer than the tables.
         """
@@ -154,11 +145,11 @@ class Rope(nn.Module):
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: Scaling | None) -> Tensor:
-    """Return the radians per position of each rotated pair, [head_dim / 2] fp32: theta ** (-2 i /
-    head_dim), changed by the scaling.
+    """Return the radians per position of each pair, [head_dim / 2] fp32: theta ** (-2 i /
+    head_dim), scaled.
 
-    The order of operations is that of the reference implementations, since published weights were
-    trained with these roundings.
+    The order of operations is the reference implementations': published weights were trained with
+    these roundings.
     """
     periods: Tensor = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     plain = 1.0 / periods
@@ -182,7 +173,7 @@ def _kept_by_yarn(head_dim: int, theta: float, scaling: YarnScaling) -> Tensor:
     """Return the share of each pair's frequency that YaRN keeps (appendix A.2): [head_dim / 2]."""
 
     def pair_of(turns: float) -> float:
-        """Return the pair, not rounded, that turns so often in the original context."""
+        """Return the pair, not rounded, with so many turns in the original context."""
         period = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
         return head_dim * math.log(period) / (2 * math.log(theta))
 
@@ -200,7 +191,7 @@ def _kept_by_yarn(head_dim: int, theta: float, scaling: YarnScaling) -> Tensor:
 
 
 def build_rope(args: LlamaArgs) -> nn.Module:
-    """Build the tables of a model: a `Rope`, or a `BlockRopes` where blocks differ."""
+    """Build the tables: a `Rope`, or a `BlockRopes` where blocks differ."""
     kinds = args.rotaries()
     ropes: dict[Rotary, Rope] = {}
     for kind in kinds:

@@ -30,9 +30,9 @@ _DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table of the rotary positions; of both names `transformers` takes the older one.
+    """Return the rotary table; of both names `transformers` takes the older one.
 
-    Raises ValueError for layers of several kinds, each with a table.
+    Raises ValueError for one table per kind of layer.
     """
     older: dict[str, Any] = entry_of(config, "rope_scaling", dict, {})
     found = older or dict(entry_of(config, "rope_parameters", dict, {}))
@@ -46,10 +46,9 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_scaling(config: Mapping[str, Any]) -> Scaling | None:
-    """Return the scaling of a config.json; None: it has none.
+    """Return the scaling of a config.json, if any; entries that `transformers` ignores are ignored.
 
-    Entries that `transformers` does not read are passed over, as it does. Raises ValueError for a
-    scaling that is not the same here.
+    Raises ValueError for an unknown scaling.
     """
     rope = rope_of(config)
     name = entry_of(rope, "rope_type", str, entry_of(rope, "type", str, "default"))
@@ -71,7 +70,6 @@ def read_scaling(config: Mapping[str, Any]) -> Scaling | None:
 def _table_of(
     kind: type[Scaling], config: Mapping[str, Any], rope: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields of a scaling, as `transformers` finds them."""
     table = {}
     for one in fields(kind):
         if one.init and rope.get(one.name) is not None:
@@ -85,7 +83,7 @@ def _table_of(
 
 
 def _original(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
-    """Return the length before the scaling, where `transformers` looks for it."""
+    """Return the length before scaling, from where `transformers` reads it."""
     for place in (config, rope):
         if place.get(_ORIGINAL) is not None:
             return int(entry_of(place, _ORIGINAL, int))
@@ -93,7 +91,7 @@ def _original(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
 
 
 def written_rope(args: Any) -> dict[str, Any]:
-    """Return the entries of config.json: for `transformers` 5 and, beside it, for 4."""
+    """Return the entries of config.json for `transformers` 5 and 4."""
     scaling: Scaling | None = args.rope_scaling
     entries = {} if scaling is None else {"rope_scaling": _written(scaling)}
     table = {**entries.get("rope_scaling", {"rope_type": "default"}), "rope_theta": args.rope_theta}

@@ -30,7 +30,7 @@ class Scaling:
 
     @classmethod
     def parse(cls, value: object) -> Scaling | None:
-        """Return the scaling of a table, of a bare factor (Llama 3.1's; 1: none) or of "none".
+        """Return the scaling of a table, of Llama 3.1's bare factor (1: none), or of "none".
 
         A table without `rope_type` is Llama 3.1's. Raises ShapeError for all else.
         """
@@ -53,7 +53,7 @@ class Scaling:
 
     @classmethod
     def of_table(cls, table: Mapping[str, object]) -> Scaling:
-        """Return the scaling of this kind. table: without `rope_type`. Raises ShapeError."""
+        """Return the scaling of a table without `rope_type`. Raises ShapeError."""
         given = checked_fields(cls, table, _TABLE)
         missing = []
         for one in fields(cls):
@@ -64,18 +64,16 @@ class Scaling:
         return cls(**given)
 
     def as_table(self) -> dict[str, Any]:
-        """Return the table that `parse` reads, without fields that are None."""
+        """Return the table that `parse` reads."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @property
     def amplitude(self) -> float:
-        """The number that cosines and sines are multiplied by; `attention_factor` of
-        `transformers`.
-        """
+        """A factor of cosines and sines; `attention_factor` of `transformers`."""
         return 1.0
 
     def positions(self, context: int) -> int:
-        """Return `max_position_embeddings` of config.json. context: that without a scaling."""
+        """Return `max_position_embeddings` from the context without scaling."""
         return context
 
 
@@ -119,7 +117,7 @@ class RopeScaling(Scaling):
 
     @classmethod
     def of_table(cls, table: Mapping[str, object]) -> Scaling:
-        """Return the scaling; the name of `transformers` for `original_context` is taken too."""
+        """Return the scaling; `original_context` may have its name in `transformers`."""
         given = dict(table)
         if _THEIRS in given:
             if "original_context" in given:
@@ -143,9 +141,7 @@ class LinearScaling(Scaling):
 
 @dataclass(frozen=True)
 class YarnScaling(Scaling):
-    """YaRN (Peng et al. 2023, arXiv:2309.00071): long wavelengths are stretched, short ones stay,
-    and logits of attention are scaled.
-    """
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): stretches long wavelengths, scales the logits."""
 
     kind: ClassVar[str] = "yarn"
 
@@ -181,18 +177,16 @@ class YarnScaling(Scaling):
 
     @property
     def mscale_of_all(self) -> float:
-        """The factor of all of a head's query and of its key, rotated or not, in models that have
-        `mscale_all_dim`; else 1.
-        """
+        """A factor of whole queries and keys, rotated or not, with `mscale_all_dim`; else 1."""
         return self._by_length(self.mscale_all_dim) if self.mscale_all_dim else 1.0
 
     def _by_length(self, mscale: float) -> float:
-        """Return the rule of the paper, section 3.4, with a coefficient."""
+        """Return the rule of the paper, section 3.4."""
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
     @property
     def serves(self) -> int:
-        """The tokens of context that the scaling is made for."""
+        """Tokens of context that the scaling serves."""
         return round(self.factor * self.original_max_position_embeddings)
 
     def positions(self, context: int) -> int:

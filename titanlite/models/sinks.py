@@ -50,8 +50,7 @@ def attend_in_window(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int
     """Return attention with sinks: q's shape.
 
     q: [batch, heads, seq, head_dim], k and v: [batch, kv_heads, keys, head_dim]; the last query is
-    at the last key. sinks: [heads]. window: keys that a query sees, its own and those before it;
-    None: all.
+    at the last key. sinks: [heads]. window: visible keys, the own included; None: all.
     """
     if no_kernel(q):
         return attend_masked(q, k, v, sinks, band(q.size(2), k.size(2), window, q.device))
@@ -64,7 +63,7 @@ def attend_masked(
 ) -> Tensor:
     """Do as `attend_in_window` with a mask: [queries, keys] bool, also with leading [batch, 1].
 
-    Every kernel can: the sink is a key, whose only number meets the sink's score in each query.
+    Every kernel can: the sink is a key whose product with each query is the sink's score.
     """
     head_dim = q.size(3)
     scale = head_dim**-0.5
@@ -80,9 +79,7 @@ def attend_masked(
 
 
 class _Spans(NamedTuple):
-    """Where documents begin among queries and among keys, laid end to end, and the longest of
-    each.
-    """
+    """Where documents begin among queries and keys, laid end to end, and their longest lengths."""
 
     begins: Tensor
     key_begins: Tensor

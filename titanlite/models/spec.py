@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 
 
 class ShapeError(ValueError):
-    """Numbers that make no model, or a name that no model has; `problems` says which.
+    """Numbers that make no model, or an unknown name; `problems` says which.
 
-    Their keys are those of `[model]`, as `flavor` or `overrides.dim`; empty where several are to
-    blame, as for a problem that is given by its message alone.
+    Their keys are those of `[model]`, as `overrides.dim`; empty where several are to blame.
     """
 
     exit_code = exit_codes.CONFIG
@@ -72,9 +71,7 @@ class Size:
 
 
 def imported_when_called(path: str) -> Callable[..., Any]:
-    """Return the function of `module:name`. Most runs need neither torch for the module nor the
-    names of Hugging Face.
-    """
+    """Return the function `module:name`, imported when called: few runs need every module."""
     module, _, name = path.partition(":")
 
     def call(*arguments: Any) -> Any:
@@ -249,7 +246,7 @@ def shown(value: object) -> str:
 
 
 def names_like(word: str, known: Iterable[str]) -> str:
-    """Return the names that exist, those nearest to `word` first."""
+    """Return existing names, those nearest to `word` first."""
     known = list(known)
     every = f"there are {', '.join(known)}"
     close = nearest(word, known, 3)

@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PatternArgs(LlamaArgs):
-    """Arguments of a decoder, most of whose blocks have a window.
-
-    A scaling of RoPE is that of the other blocks alone.
-    """
+    """Arguments of a decoder with windows in most blocks; RoPE is scaled in the others."""
 
     #: Tokens that a token attends to in a block with a window, itself and those before it.
     window: int | None = 4096
@@ -33,15 +30,14 @@ class PatternArgs(LlamaArgs):
 
     @property
     def local_theta(self) -> float:
-        """Return the base of RoPE in blocks with a window."""
+        """The base of RoPE in blocks with a window."""
         return self.rope_theta
 
     def is_full(self, index: int) -> bool:
-        """Return whether block `index` attends to all tokens before."""
+        """Return whether block `index` has no window."""
         return (index + 1) % self.full_every == 0
 
     def of_block(self, index: int) -> Self:
-        """Return the arguments of block `index`: those with a window, or those without."""
         full: Self = _of_kind(self, self.is_full(index))
         return full
 
@@ -61,7 +57,7 @@ PATTERN_ENTRIES = {
 
 
 def full_every(config: Mapping[str, Any], default: int) -> int:
-    """Return the argument of a config.json. default: where it names no or too few layers."""
+    """Return the argument of a config.json. default: where it names too few layers."""
     kinds = texts_of(config, "layer_types")
     if FULL in kinds:
         return kinds.index(FULL) + 1
@@ -71,8 +67,8 @@ def full_every(config: Mapping[str, Any], default: int) -> int:
 def one_rope(config: Mapping[str, Any], theta: float, local_theta: float) -> dict[str, Any]:
     """Return a config.json with the rotary positions of layers without a window alone.
 
-    theta, local_theta: where the file gives none. Of windows: `local_theta` of the result. Raises
-    ValueError for layers with a window that scale RoPE.
+    theta, local_theta: defaults; the latter is for windows. Raises ValueError for layers with a
+    window that scale RoPE.
     """
     tables: dict[str, Any] = entry_of(config, "rope_parameters", dict, {})
     if tables and not {*tables} <= {FULL, WINDOW}:

@@ -23,10 +23,9 @@ _LEARNS_NOTHING = (
 
 @dataclass(frozen=True)
 class ExpertArgs(LlamaArgs):
-    """A decoder's arguments, some or all of whose blocks have experts.
+    """Arguments of a decoder whose blocks, some or all, have experts.
 
-    A block without them has `n_experts` = 0, and then `top_k` = 0. A family makes fields of what
-    its users may set beside.
+    A block without them has `n_experts` = 0 and `top_k` = 0.
     """
 
     n_experts: int = argument(8, may_be_zero=True)
@@ -59,7 +58,6 @@ class ExpertArgs(LlamaArgs):
             raise ShapeError(*wrong)
 
     def _problems_of_choice(self) -> list[str]:
-        """Return what is wrong with scores and numbers of experts."""
         wrong = []
         if self.score not in SCORES:
             wrong.append(f"score must be one of {', '.join(SCORES)}, got {self.score!r}")
@@ -76,7 +74,6 @@ class ExpertArgs(LlamaArgs):
         return wrong
 
     def _problems_of_groups(self) -> list[str]:
-        """Return what is wrong with groups of experts."""
         if self.n_groups == self.top_groups == 1:
             return []
         if self.n_experts % self.n_groups:
@@ -107,12 +104,10 @@ class ExpertArgs(LlamaArgs):
         return self.without_experts() if index < self.n_dense_layers else self
 
     def without_experts(self) -> Self:
-        """Return the arguments of a block with a dense feed-forward."""
         return replace(self, n_experts=0, top_k=0)
 
     @property
     def expert_width(self) -> int:
-        """Hidden width of each expert."""
         return self.ffn_width
 
     #: Experts that every token passes through, as one feed-forward of their widths together.
@@ -147,19 +142,19 @@ class ExpertArgs(LlamaArgs):
 
     @property
     def expert_bias(self) -> bool:
-        """Whether each expert has a bias that is added to its scores for the choice alone."""
+        """Whether each expert has a bias, added to its scores for the choice alone."""
         return self.bias_update > 0
 
     @property
     def shared_width(self) -> int:
-        """Hidden width of the shared experts together; 0: there are none."""
+        """Hidden width of the shared experts together."""
         return self.n_shared_experts * self.expert_width
 
     def feed_forward_linears(self) -> dict[str, Size]:
         """Return the linears of a dense block, or those of the shared experts.
 
-        The others and their router stay in high precision. The router's few outputs decide about
-        tokens, and torch has no float8 training of grouped products.
+        The router, whose few outputs decide about tokens, and the experts stay in high precision:
+        torch has no float8 training of grouped products.
         """
         if not self.n_experts:
             return super().feed_forward_linears()
@@ -172,7 +167,6 @@ class ExpertArgs(LlamaArgs):
         }
 
     def feed_forward_extras(self) -> dict[str, Size]:
-        """Return the router and each expert."""
         if not self.n_experts:
             return {}
         found = {"feed_forward.gate": Size(self.dim, self.n_experts)}
@@ -193,9 +187,7 @@ class ExpertArgs(LlamaArgs):
         return found
 
     def feed_forward_parameters(self) -> tuple[int, int]:
-        """Return the parameters of a block's experts and router, and those of them that one token
-        is multiplied by.
-        """
+        """Return a block's feed-forward parameters, and those that one token is multiplied by."""
         if not self.n_experts:
             return super().feed_forward_parameters()
         expert = every = 0
@@ -208,7 +200,7 @@ class ExpertArgs(LlamaArgs):
 
 
 def experts_of(args: ExpertArgs) -> dict[str, int]:
-    """Return name of each MoE layer → number of its experts."""
+    """Return name of each MoE layer → number of experts."""
     found = {}
     for name, block in args.blocks().items():
         if block.n_experts:

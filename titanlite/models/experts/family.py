@@ -25,10 +25,7 @@ _MOE_LAYER = {
 
 
 def feed_forward_plan(args: ExpertArgs) -> dict[str, str]:
-    """Return module name in a block → how tensor parallelism divides it, of the feed-forward.
-
-    args: of that block.
-    """
+    """Return module name in a block → how tensor parallelism divides it, of the feed-forward."""
     if args.n_experts:
         shared = dict.fromkeys(args.feed_forward_linears(), "heads")
         return {**_MOE_LAYER, **shared}
@@ -37,7 +34,7 @@ def feed_forward_plan(args: ExpertArgs) -> dict[str, str]:
 
 
 def block_plan(args: ExpertArgs) -> dict[str, str]:
-    """Return module name in a block → how tensor parallelism divides it. args: of that block."""
+    """Return module name in a block → how tensor parallelism divides it."""
     kinds = {}
     for name, kind in llama.block_plan(args).items():
         if not name.startswith("feed_forward"):
@@ -46,7 +43,7 @@ def block_plan(args: ExpertArgs) -> dict[str, str]:
 
 
 def tensor_sizes(args: ExpertArgs) -> dict[str, int]:
-    """Return the numbers that tensor-parallel ranks must divide, besides the vocabulary."""
+    """Return the numbers that tensor-parallel ranks must divide."""
     sizes = {"n_heads": args.n_heads, "n_kv_heads": args.kv_heads}
     if len(experts_of(args)) < args.n_layers:
         sizes["the feed-forward's width"] = args.ffn_width
@@ -56,10 +53,7 @@ def tensor_sizes(args: ExpertArgs) -> dict[str, int]:
 def expert_spec(
     name: str, flavors: Mapping[str, Any], hf: HFTable | None = None, **different: Any
 ) -> ModelSpec:
-    """Return the spec of a family of decoders with experts.
-
-    hf: as for `decoder_spec`. different: fields of `ModelSpec` that are not as Mixtral's.
-    """
+    """Return the spec of a decoder with experts. different: fields that differ from Mixtral's."""
     common = {
         "build": imported_when_called("titanlite.models.experts.layer:MoEDecoder"),
         "block_plan": block_plan,

@@ -23,9 +23,9 @@ EXPERT_KEY = torch.int16
 
 
 def sort_by_expert(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
-    """Return the rows sorted by expert, those of one expert in their order, and each expert's rows.
+    """Return the rows sorted by expert, [rows] int64, and each expert's count, [n_experts] int64.
 
-    experts: [rows] integers, each row's. Returns [rows] int64, and counts [n_experts] int64.
+    experts: [rows] integers. Rows of one expert keep their order.
     """
     sorted_experts, order = experts.to(EXPERT_KEY).sort(stable=True)
     # Searched for: counting by atomic additions is not deterministic, a comparison of each row with
@@ -44,19 +44,15 @@ def inverse(order: Tensor) -> Tensor:
 def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the rows of tokens by expert.
 
-    chosen: [tokens, top_k] int64, the experts of each token, of so many. Returns the rows of each
-    expert [experts] int64, the row at each place [tokens * top_k] int64, and the places of each
-    token's rows [tokens, top_k] int64.
+    chosen: [tokens, top_k] int64. Returns counts [experts] int64, the row at each place [tokens *
+    top_k] int64, and the places of each token's rows [tokens, top_k] int64.
     """
     order, counts = sort_by_expert(chosen.flatten(), experts)
     return counts, order, inverse(order).view_as(chosen)
 
 
 class Dispatch(torch.autograd.Function):
-    """Copies each token's row to the places of its experts.
-
-    The backward gathers, so its sums have a fixed order.
-    """
+    """Copies token rows to their experts' places. Its backward gathers: sums have a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor) -> Tensor:
@@ -71,9 +67,7 @@ class Dispatch(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """Adds up the results of each token's experts, weighted, in float32; one of `top_k` at a time
-    is in float32.
-    """
+    """Adds up the weighted results of each token's experts, one of `top_k` at a time in float32."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
@@ -95,11 +89,7 @@ class Combine(torch.autograd.Function):
 
 @torch.library.custom_op("titanlite::grouped_mm", mutates_args=())
 def _grouped_mm_any(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """torch's `grouped_mm` for dtypes that its shape function refuses, although its kernel takes
-    them.
-
-    Without it no float32 model could be traced or compiled.
-    """
+    """torch's `grouped_mm`, whose own shape function refuses to trace or compile float32."""
     return F.grouped_mm(a, b, offs=ends)
 
 
@@ -123,10 +113,9 @@ _grouped_mm_any.register_autograd(_gradients, setup_context=_save)
 
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Return the rows of each group times its matrix.
+    """Return the rows of each group times its matrix: [rows, N].
 
     a: [rows, K], sorted by group; b: [groups, K, N]; ends: [groups] int32, where each group ends.
-    Returns [rows, N].
     """
     return (
         F.grouped_mm(a, b, offs=ends) if a.dtype == torch.bfloat16 else _grouped_mm_any(a, b, ends)
@@ -134,22 +123,20 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 def experts_of_rows(rows: Tensor, ends: Tensor) -> Tensor:
-    """Return the expert of each row [rows, N], int64. ends: [experts] int32, where each one's rows
-    end.
-    """
+    """Return the expert of each row, int64. ends: [experts] int32, where their rows end."""
     places = torch.arange(len(rows), device=rows.device, dtype=ends.dtype)
     return torch.searchsorted(ends, places, right=True)
 
 
 def sum_by_expert(rows: Tensor, ends: Tensor) -> Tensor:
-    """Return [experts, N], sums of rows [rows, N] sorted by expert, each in a fixed order."""
+    """Return sums [experts, N] of rows [rows, N] sorted by expert, in a fixed order."""
     # A product with ones; kernels want 8 of them.
     ones = rows.new_ones(len(rows), 8)
     return grouped_mm(ones.mT, rows, ends)[:, 0]
 
 
 class AddBias(torch.autograd.Function):
-    """Adds to each row the bias of its expert. y: [rows, N], bias: [experts, N]."""
+    """Adds to each row its expert's bias. y: [rows, N], bias: [experts, N]."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
@@ -182,7 +169,7 @@ class Exchange(Protocol):
 
 
 class Experts(nn.Module):
-    """SwiGLU feed-forwards of equal size, each with its own matrices in one stack."""
+    """SwiGLU feed-forwards of equal size, their matrices in one stack."""
 
     def __init__(self, n_experts: int, dim: int, width: int) -> None:
         super().__init__()
@@ -191,16 +178,12 @@ class Experts(nn.Module):
         self.exchange: Exchange | None = None
 
     def add_parameters(self, n_experts: int, dim: int, width: int) -> None:
-        """Make the parameters, each [experts, …]."""
         self.w1 = nn.Parameter(torch.empty(n_experts, width, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, width))
         self.w3 = nn.Parameter(torch.empty(n_experts, width, dim))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """x: [tokens * top_k, dim], sorted by expert; counts: [experts] int64, rows of each.
-
-        Returns x's shape.
-        """
+        """Map x: [tokens * top_k, dim], sorted by expert; counts: [experts] int64."""
         state = None
         if self.exchange is not None:
             x, counts, state = self.exchange.dispatch(x, counts)
@@ -212,7 +195,7 @@ class Experts(nn.Module):
     def products(self, x: Tensor, ends: Tensor) -> Tensor:
         """Return each expert's result for its rows.
 
-        x: [rows, dim], sorted by expert; ends: [experts] int32, where each expert's rows end.
+        x: [rows, dim], sorted by expert; ends: [experts] int32.
         """
         w1, w2, w3 = (local(w).transpose(1, 2) for w in (self.w1, self.w2, self.w3))
         inner = silu_mul(grouped_mm(x, w1, ends), grouped_mm(x, w3, ends))
@@ -220,9 +203,7 @@ class Experts(nn.Module):
 
 
 def local(weight: Tensor) -> Tensor:
-    """Return this rank's part of a weight. Ranks that hold the same part have other tokens, so
-    their gradients are parts of a sum.
-    """
+    """Return this rank's part of a weight, whose gradients are parts of a sum over ranks."""
     if not isinstance(weight, DTensor):
         return weight
     placements = [Partial() if one.is_replicate() else one for one in weight.placements]

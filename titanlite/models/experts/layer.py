@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class SharedExperts(FeedForward):
-    """The experts that every token passes through: one feed-forward, as wide as they together."""
+    """The experts that every token passes through, as one feed-forward."""
 
     def __init__(self, args: ExpertArgs) -> None:
         super().__init__(replace(args.without_experts(), ffn_dim=args.shared_width))
@@ -35,13 +35,12 @@ class MoE(nn.Module):
     The router's losses get their gradients here; the model's output does not contain them. Both are
     means over the tokens of a step and over layers, as `transformers` weights them.
 
-    step_tokens: tokens of a step over all ranks and micro-batches, for a loss that is divided by as
-    many. 0: the router's losses are means over the tokens of each call.
-    record: [experts + 3] float64 on the device, or None. Training calls add to it each expert's
-    rows, their tokens, and the sums over tokens of load-balancing loss and z-loss. A block that
-    runs again for its backward adds all of them again, so only their ratios mean something.
-    load: [experts] int64 on the device, or None. Training calls add each expert's rows, in the same
-    way.
+    step_tokens: tokens of a step over all ranks and micro-batches, which divide the losses. 0: they
+    are means over each call's tokens.
+    record: [experts + 3] float64, or None. Training calls add each expert's rows, their tokens, and
+    the token sums of load-balancing loss and z-loss. Recomputation adds them again, so only their
+    ratios mean something.
+    load: [experts] int64, or None. Training calls add each expert's rows, in the same way.
     """
 
     experts_class: type[Experts] = Experts
@@ -66,7 +65,6 @@ class MoE(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Set the bias of all experts to zero, with which training begins."""
         if self.expert_bias is not None:
             self.expert_bias.zero_()
 
@@ -111,10 +109,7 @@ class MoE(nn.Module):
 
 
 class MoEBlock(Block):
-    """A block whose feed-forward is an MoE layer, or dense where it has none.
-
-    A subclass names its own `moe_class`.
-    """
+    """A block whose feed-forward is an MoE layer or dense. A subclass names its `moe_class`."""
 
     moe_class: type[MoE] = MoE
 
@@ -128,7 +123,7 @@ class MoEDecoder(Llama):
     block_class = MoEBlock
 
     def init_buffers(self) -> None:
-        """Compute the RoPE tables; set the biases of experts to zero."""
+        """Compute the RoPE tables; set the experts' biases to zero."""
         super().init_buffers()
         for module in self.modules():
             if isinstance(module, MoE):

@@ -31,7 +31,7 @@ class Choice(NamedTuple):
 
 
 class Routing:
-    """How experts are chosen, as the arguments of a block tell."""
+    """How experts are chosen."""
 
     def __init__(self, args: ExpertArgs) -> None:
         self.args = args
@@ -39,8 +39,8 @@ class Routing:
     def choose(self, logits: Tensor, bias: Tensor | None = None) -> Choice:
         """Choose the experts of each token.
 
-        logits: [tokens, experts] float32. bias: [experts] float32, added to the scores for the
-        choice alone (Wang et al. 2024).
+        logits: [tokens, experts] float32. bias: [experts] float32, for the choice alone (Wang et
+        al. 2024).
         """
         scores = logits.sigmoid() if self.args.score == "sigmoid" else logits.softmax(-1)
         is_plain = bias is None and self.args.n_groups == 1
@@ -54,7 +54,6 @@ class Routing:
 
     @torch.no_grad()
     def _best(self, logits: Tensor, scores: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the experts with the highest scores, [tokens, top_k]."""
         # Different logits may have equal probabilities, so without a bias the logits decide.
         ranking = logits if self.args.score == "softmax_of_chosen" else scores
         if bias is not None:
@@ -66,8 +65,8 @@ class Routing:
     def _within_groups(self, ranking: Tensor) -> Tensor:
         """Leave out the experts of all but the best `top_groups` groups.
 
-        A group is as good as its best `group_best` experts together: one (DeepSeek-V2, 2024) or two
-        (DeepSeek-V3, 2024).
+        A group is as good as its best `group_best` experts together: one (DeepSeek-V2) or two
+        (DeepSeek-V3).
         """
         groups = ranking.unflatten(1, (self.args.n_groups, -1))
         worth = groups.topk(self.args.group_best, -1).values.sum(-1)
@@ -76,7 +75,6 @@ class Routing:
         return groups.masked_fill(is_out[..., None], -torch.inf).flatten(1)
 
     def _weighted(self, weights: Tensor) -> Tensor:
-        """Return the weights of the chosen experts from their scores, or logits."""
         if self.args.score == "softmax_of_chosen":
             weights = weights.softmax(-1)
         elif self.args.norm_topk:
@@ -86,8 +84,7 @@ class Routing:
 
 
 def router_losses(logits: Tensor, scores: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the load-balancing loss and the z-loss, each summed over tokens, like the loss of the
-    run.
+    """Return the load-balancing loss and the z-loss, each summed over tokens.
 
     scores: [tokens, experts]; counts: [experts], rows of each.
     """
@@ -99,10 +96,9 @@ def router_losses(logits: Tensor, scores: Tensor, counts: Tensor) -> tuple[Tenso
 
 
 class AddLoss(torch.autograd.Function):
-    """Returns x, and gives `loss` the gradient 1, as if it were added to the loss of the run.
+    """Returns x, and gives `loss` the gradient 1, as if it were added to the run's loss.
 
-    So neither blocks nor pipeline stages have to hand the loss on, and a recomputed block adds it
-    once.
+    So blocks and pipeline stages need not hand the loss on, and recomputation adds it once.
     """
 
     @staticmethod

@@ -42,7 +42,6 @@ def _build(args: HFArgs) -> Any:
 
 
 def _why_not(args: HFArgs, key: str) -> str:
-    """Return why a model cannot do what a key asks for; "": it can."""
     if key == "training.loss_chunks":
         from titanlite.models.hf.chunks import why_no_chunks
 

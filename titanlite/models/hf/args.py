@@ -45,9 +45,7 @@ class HFArgs:
     max_seq_len: int
 
     def __post_init__(self) -> None:
-        """Raise ShapeError if `transformers` makes no causal model of it that can be trained, or
-        none for such sequences.
-        """
+        """Raise ShapeError if `transformers` makes no trainable causal model for such sequences."""
         positions = getattr(self.skeleton.config, "max_position_embeddings", None)
         if positions is not None and self.max_seq_len > positions:
             message = (
@@ -59,15 +57,13 @@ class HFArgs:
 
     @property
     def skeleton(self) -> Skeleton:
-        """What the model itself tells. The first call imports torch."""
+        """The model's own facts. The first call imports torch."""
         from titanlite.models.hf.skeleton import skeleton_of
 
         return skeleton_of(self.config, self.vocab_size)
 
     def deciding(self) -> dict[str, Any]:
-        """Return the entries of config.json that decide tensors or logits, nested ones by dotted
-        names.
-        """
+        """Return the entries of config.json that decide tensors or logits, by dotted names."""
         left_out = set(_UNDECIDING)
         if "rope_parameters" in self.skeleton.config.to_dict():
             left_out.add("rope_theta")
@@ -83,9 +79,9 @@ class HFArgs:
 
 
 def read_args(source: str | None, overrides: Mapping[str, Any]) -> HFArgs:
-    """Return the arguments of a config.json: a file, its folder, or the id of a model on the hub.
+    """Return the arguments of a config.json: a file, its folder, or a model's id on the hub.
 
-    overrides: entries of config.json to replace. Raises ShapeError.
+    overrides: entries to replace. Raises ShapeError.
     """
     if source is None:
         raise refused(
@@ -107,7 +103,7 @@ def read_args(source: str | None, overrides: Mapping[str, Any]) -> HFArgs:
 
 
 def args_from_hf(content: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> HFArgs:
-    """Return the arguments that a config.json describes. Raises ShapeError, a ValueError."""
+    """Return the arguments of a config.json. Raises ShapeError."""
     kept = {key: value for key, value in content.items() if key not in _IGNORED}
     config = read_config(kept)
     for key in overrides or {}:
@@ -129,10 +125,7 @@ def args_from_hf(content: Mapping[str, Any], overrides: Mapping[str, Any] | None
 
 
 def hf_config(args: HFArgs) -> dict[str, Any]:
-    """Return the content of a config.json with every entry, to compare two.
-
-    The tokenizer's ids are not the model's.
-    """
+    """Return a config.json with every entry, to compare two; the tokenizer's ids are left out."""
     entries = dict(args.skeleton.config.to_dict())
     for name in (*_IGNORED, "bos_token_id", "eos_token_id"):
         entries.pop(name, None)

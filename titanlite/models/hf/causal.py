@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Extras(NamedTuple):
-    """What a run asks of a model beside logits of whole rows."""
+    """What a run asks beside logits of whole rows."""
 
     #: `titanlite.models.hf.documents.packed`, with the arguments.
     packed: Callable[[Any, Tensor], contextlib.AbstractContextManager[dict[str, Tensor]]]
@@ -24,7 +24,7 @@ class Extras(NamedTuple):
 def causal_model(config: Any, extras: Extras | None = None) -> Any:
     """Return the model of a config on the current default device, as `ModelSpec` wants it.
 
-    extras: None for a model without data, for facts alone.
+    extras: None for facts alone.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -60,20 +60,18 @@ def _logits_class(cls: Any) -> Any:
             labels: Tensor | None = None,
             loss: Callable[[Tensor, Tensor], Tensor] | None = None,
         ) -> Tensor:
-            """Return the logits [batch, seq, vocab] of tokens [batch, seq] int64.
+            """Return the logits [batch, seq, vocab] of tokens [batch, seq] int64, or the loss.
 
-            doc_ids: [batch, seq] int; a token sees only tokens of its own document; None: one
-            document. labels, loss: for a head that computes the loss itself
-            (`titanlite.features.loss_chunks`), which is then returned.
+            doc_ids: [batch, seq] int; attention stays within a document; None: one document.
+            labels, loss: for a head that computes the loss itself
+            (`titanlite.features.loss_chunks`).
             """
             if labels is None or loss is None:
                 return _logits(self, tokens, doc_ids)
             return self.extras.loss(self, lambda: _logits(self, tokens, doc_ids), labels, loss)
 
         def init_buffers(self) -> None:
-            """Compute the buffers by the model's own rules, which leave marked parameters as they
-            are.
-            """
+            """Compute the buffers by the model's own rules, which leave marked parameters alone."""
             for parameter in self.parameters():
                 parameter._is_hf_initialized = True
             for module in self.modules():
@@ -87,7 +85,6 @@ def _logits_class(cls: Any) -> Any:
 
 
 def _logits(model: Any, tokens: Tensor, doc_ids: Tensor | None) -> Tensor:
-    """Return the logits as the class of `transformers` computes them."""
     context: contextlib.AbstractContextManager[dict[str, Tensor]] = _unpacked()
     if doc_ids is not None:
         context = model.extras.packed(model, doc_ids)
@@ -98,10 +95,7 @@ def _logits(model: Any, tokens: Tensor, doc_ids: Tensor | None) -> Tensor:
 
 @contextlib.contextmanager
 def _unpacked() -> Iterator[dict[str, Tensor]]:
-    """Let `transformers` take each row for one sequence.
-
-    Else it asks the device whether a row holds several, and waits for the answer.
-    """
+    """Let each row be one sequence, else `transformers` asks the device and waits."""
     from transformers import masking_utils as masks
 
     plain = masks.find_packed_sequence_indices

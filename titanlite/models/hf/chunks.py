@@ -21,7 +21,7 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 def why_no_chunks(args: HFArgs) -> str:
-    """Return why the loss of a model cannot be computed in chunks; "": it can."""
+    """Return why a model's loss cannot be computed in chunks; "": it can."""
     known = args.skeleton
     name = type(known.model).__name__
     head: Any = known.model.get_output_embeddings()
@@ -42,10 +42,7 @@ def why_no_chunks(args: HFArgs) -> str:
 def loss_of_head(
     model: Any, run: Callable[[], Tensor], labels: Tensor, loss: LossFunction
 ) -> Tensor:
-    """Return the loss that the head of `model` computes while `run` runs the model.
-
-    labels: [batch, seq] int64. loss: of the logits.
-    """
+    """Return the loss that the head computes in `run`. labels: [batch, seq] int64."""
     taken: list[Tensor] = []
 
     def hand_over(_: nn.Module, args: Any, kwargs: Any) -> Any:

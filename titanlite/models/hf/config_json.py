@@ -26,14 +26,12 @@ _NO_KERNELS = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_m
 
 
 def refused(message: str, advice: str = "", field: str = "hf_config") -> ShapeError:
-    """Return the error of a config that cannot be trained. field: of `[model]`, to blame."""
+    """Return the error of a config that cannot be trained. field: of `[model]`."""
     return ShapeError(Problem("model", field, message, advice))
 
 
 def _without_code(value: Any) -> Any:
-    """Return the content of a config.json without entries that let `transformers` run other code
-    than its own.
-    """
+    """Return a config.json without entries that let `transformers` run foreign code."""
     if isinstance(value, list):
         return [_without_code(item) for item in value]
     if not isinstance(value, dict):
@@ -47,7 +45,7 @@ def _without_code(value: Any) -> Any:
 
 
 def read_config(content: Mapping[str, Any]) -> Any:
-    """Return the `transformers` config of a config.json, which names no code. Raises ShapeError."""
+    """Return the `transformers` config of a config.json, without code. Raises ShapeError."""
     # Their lines are about kernels for other devices.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -75,11 +73,9 @@ def read_config(content: Mapping[str, Any]) -> Any:
 
 
 def config_file(source: str) -> str:
-    """Return the path of a config.json: a file, its folder, or the id of a model on the hub, which
-    is downloaded.
+    """Return the path of a config.json: a file, its folder, or a model's id on the hub to download.
 
-    Nothing but the hub is asked whether it is there. Raises what `huggingface_hub` and its HTTP
-    client raise.
+    Raises what `huggingface_hub` and its HTTP client raise.
     """
     path = os.path.join(source, "config.json") if os.path.isdir(source) else source
     if not os.path.exists(path) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):

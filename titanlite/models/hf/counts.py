@@ -10,9 +10,7 @@ from titanlite.models.spec import Size
 
 
 def fsdp_units(args: HFArgs) -> list[tuple[str, ...]]:
-    """Return the embedding, each block and the head; of tied models the blocks: the rest is the
-    root's.
-    """
+    """Return embedding, blocks and head; of tied models the blocks: the rest is the root's."""
     known = args.skeleton
     blocks: list[tuple[str, ...]] = [(name,) for name in known.blocks]
     if known.tied or not known.head:
@@ -21,7 +19,7 @@ def fsdp_units(args: HFArgs) -> list[tuple[str, ...]]:
 
 
 def sublayer_names(args: HFArgs) -> list[str]:
-    """Return the parts of each block that have linears, as attention and feed-forward."""
+    """Return the parts of each block that have linears."""
     from torch import nn
 
     names = []
@@ -33,8 +31,8 @@ def sublayer_names(args: HFArgs) -> list[str]:
 
 
 def linears(args: HFArgs) -> dict[str, Size]:
-    """Return name → size of every linear, but not of routers, whose few outputs decide about
-    tokens, nor of a head with another name than `lm_head`.
+    """Return name → size of every linear, without routers, whose few outputs decide about tokens,
+    and heads that are not named `lm_head`.
     """
     from torch import nn
 
@@ -49,7 +47,7 @@ def linears(args: HFArgs) -> dict[str, Size]:
 
 
 def _routers(args: HFArgs) -> set[str]:
-    """Return the names of linears beside experts that have an output for each of them."""
+    """Return the linears beside experts with an output for each of them."""
     found = set()
     for name, layer in args.skeleton.moe_layers.items():
         block = name.rpartition(".")[0]
@@ -60,7 +58,7 @@ def _routers(args: HFArgs) -> set[str]:
 
 
 def count_parameters(args: HFArgs) -> int:
-    """Return the number of parameters; a shared one counts once."""
+    """Return the number of parameters; shared ones count once."""
     return sum(parameter.numel() for parameter in args.skeleton.model.parameters())
 
 
@@ -68,8 +66,8 @@ def flops_per_token(args: HFArgs, seq_len: int) -> int:
     """Return the model FLOPs of one training token, forward and backward, by the formula of the
     Llamas.
 
-    6 per parameter outside of embeddings; a tied embedding counts as the head. Of experts only
-    those of a token count.
+    6 per parameter outside of embeddings, of experts only those of a token; a tied embedding counts
+    as the head.
     Plus 6 * heads * (width of a key + width of a value) * seq_len per layer with attention; windows
     and causality are not discounted.
     """

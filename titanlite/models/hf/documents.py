@@ -47,11 +47,11 @@ _documents: ContextVar[DocumentMask | None] = ContextVar("documents", default=No
 
 
 class NoDocuments(ValueError):
-    """A model does not let its attention stop at documents in one of the ways."""
+    """A model cannot stop its attention at documents in one of the ways."""
 
 
 def _make_mask(*args: Any, **given: Any) -> Any:
-    """Make a mask, as the functions of `transformers` do that `AttentionMaskInterface` names."""
+    """Make a mask with the signature of `AttentionMaskInterface`."""
     from transformers.masking_utils import sdpa_mask
 
     documents = _documents.get()
@@ -63,7 +63,7 @@ def _make_mask(*args: Any, **given: Any) -> Any:
 def _window_of(seen: Callable[..., Any]) -> int | None:
     """Return the window of a function that tells which keys a query sees.
 
-    Raises NoDocuments if it is neither causal attention nor one with a window.
+    Raises NoDocuments for neither causal nor windowed attention.
     """
     from transformers.masking_utils import causal_mask_function, sliding_window_overlay
 
@@ -95,7 +95,7 @@ def _attend(  # noqa: PLR0913
     scaling: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention, as the functions of `transformers` do that `AttentionInterface` names.
+    """Compute attention with the signature of `AttentionInterface`.
 
     query: [batch, heads, seq, width], key and value: [batch, kv_heads, seq, width]. Returns [batch,
     seq, heads, width of value].
@@ -121,7 +121,7 @@ def _attend(  # noqa: PLR0913
 
 
 def exchange(model: Any) -> None:
-    """Let a model compute attention by `_attend`, in place."""
+    """Let a model use `_attend`, in place."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
@@ -131,9 +131,8 @@ def exchange(model: Any) -> None:
 
 
 class _Packed:
-    """Tells `transformers` the documents of a batch: [batch, seq] int, or None.
-
-    Its own function would wait for the device.
+    """Tells `transformers` the documents: [batch, seq] int. Its own function waits for the
+    device.
     """
 
     def __init__(self, number: Tensor | None) -> None:
@@ -148,9 +147,9 @@ class _Packed:
 
 @contextlib.contextmanager
 def within(doc_ids: Tensor, way: str) -> Iterator[dict[str, Tensor]]:
-    """Let `transformers` make masks of documents; yield the arguments that the model's call needs.
+    """Let `transformers` make masks of documents; yield arguments for the model's call.
 
-    doc_ids: [batch, seq] int. way: VARLEN of a model after `exchange`, or MASKS.
+    doc_ids: [batch, seq] int. way: VARLEN after `exchange`, or MASKS.
     """
     from transformers import masking_utils as masks
 
@@ -168,7 +167,7 @@ def within(doc_ids: Tensor, way: str) -> Iterator[dict[str, Tensor]]:
 
 
 def packed(args: HFArgs, model: Any, doc_ids: Tensor) -> AbstractContextManager[dict[str, Tensor]]:
-    """Let attention of a model stop at documents; return the arguments that its call needs.
+    """Let attention stop at documents; return arguments for the model's call.
 
     doc_ids: [batch, seq] int. Raises ValueError if it cannot.
     """
@@ -185,7 +184,7 @@ def packed(args: HFArgs, model: Any, doc_ids: Tensor) -> AbstractContextManager[
 
 @functools.lru_cache(maxsize=8)
 def way_of(args: HFArgs) -> tuple[str, str]:
-    """Return how attention of a model stops at documents, or "" and why it cannot."""
+    """Return how attention stops at documents, or "" and why it cannot."""
     known = args.skeleton
     reason = _excluded(known)
     if reason:
@@ -198,7 +197,7 @@ def way_of(args: HFArgs) -> tuple[str, str]:
 
 
 def _excluded(known: Skeleton) -> str:
-    """Return what carries more from document to document than attention does; "": nothing."""
+    """Return what else carries state between documents; "": nothing."""
     model = known.model
     name = type(model).__name__
     if not any(_takes_positions(part) for part in (model, model.base_model)):
@@ -223,7 +222,7 @@ def _takes_positions(model: Any) -> bool:
 
 
 def _tried(known: Skeleton, way: str) -> str:
-    """Run the model on the meta device; return why a block gets no mask, "" if all do."""
+    """Run the model on the meta device; return why a block gets no mask."""
     with torch.device("meta"):
         model = causal_model(known.config)
     if way == VARLEN:

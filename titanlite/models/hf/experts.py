@@ -26,7 +26,7 @@ class MoELayer(NamedTuple):
 
 
 def stacks_of(model: nn.Module) -> dict[str, Any]:
-    """Return the experts that take a function of others, by name."""
+    """Return the experts whose function can be replaced, by name."""
     found = {}
     for name, module in model.named_modules():
         # `transformers.integrations.moe.use_experts_implementation` sets these.
@@ -38,7 +38,7 @@ def stacks_of(model: nn.Module) -> dict[str, Any]:
 def moe_layers_of(model: Any) -> dict[str, MoELayer]:
     """Return the MoE layers of a model on the meta device, by the name of their experts.
 
-    Raises ShapeError for experts that cannot be computed here.
+    Raises ShapeError for experts of other forms.
     """
     stacks = stacks_of(model)
     _check_others(model, stacks)
@@ -57,7 +57,7 @@ def moe_layers_of(model: Any) -> dict[str, MoELayer]:
 
 
 def _check_others(model: nn.Module, stacks: dict[str, Any]) -> None:
-    """Raise ShapeError for experts that take no function of others."""
+    """Raise ShapeError for experts whose function cannot be replaced."""
     for name, _ in model.named_parameters():
         path, is_expert, _ = f".{name}".partition(".experts.")
         experts = f"{path}.experts".removeprefix(".")
@@ -70,7 +70,7 @@ def _check_others(model: nn.Module, stacks: dict[str, Any]) -> None:
 
 
 def _choices(model: Any, stacks: dict[str, Any]) -> dict[str, int]:
-    """Run the model; return the number of each token's experts, by MoE layer."""
+    """Run the model; return the experts per token of each MoE layer."""
     found: dict[str, int] = {}
 
     def look(name: str) -> Callable[..., None]:
@@ -98,12 +98,12 @@ def _choices(model: Any, stacks: dict[str, Any]) -> dict[str, int]:
 
 
 def _index_of(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Return the experts of each token, [tokens, top_k], of the arguments of a stack's forward."""
+    """Return the experts of each token, [tokens, top_k], from a stack's arguments."""
     return index
 
 
 def _moe_layer(name: str, module: Any, top_k: int) -> MoELayer:
-    """Return the facts of an MoE layer. Raises ShapeError for shapes that are not understood."""
+    """Return an MoE layer's facts. Raises ShapeError for unknown shapes."""
     if not top_k:
         raise refused(f"{name} of {type(module).__name__} gives a token no experts")
     own: dict[str, Tensor] = dict(module.named_parameters(recurse=False))

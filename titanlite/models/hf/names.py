@@ -25,7 +25,7 @@ _COLUMNS = 3
 
 @functools.lru_cache(maxsize=8)
 def hf_names(args: HFArgs) -> dict[str, HFName]:
-    """Return the names of all saved tensors in files. Raises ValueError for other forms."""
+    """Return the names of saved tensors in files. Raises ValueError for other forms."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
@@ -47,10 +47,7 @@ def _other_form(args: HFArgs) -> ValueError:
 
 
 def _followed(args: HFArgs, dimensions: Mapping[str, int]) -> dict[str, HFName]:
-    """Return the names in files of tensors whose numbers are followed there.
-
-    dimensions: of each tensor.
-    """
+    """Return the names in files, found by following each tensor's numbers."""
     from transformers.core_model_loading import revert_weight_conversion
 
     ours: dict[str, torch.Tensor] = {}
@@ -75,9 +72,7 @@ def _followed(args: HFArgs, dimensions: Mapping[str, int]) -> dict[str, HFName]:
 
 
 def _small_shape(args: HFArgs, name: str, dimensions: int) -> torch.Size:
-    """Return the shape of a small tensor with as many dimensions, no two of them alike: of as many
-    experts, if it is a stack of them.
-    """
+    """Return a small shape with unequal dimensions; of a stack with all experts."""
     layer = args.skeleton.moe_layers.get(name.rpartition(".")[0])
     first = layer.experts if layer is not None else _ROWS + 1
     more = range(_COLUMNS + 1, _COLUMNS + dimensions)
@@ -85,7 +80,7 @@ def _small_shape(args: HFArgs, name: str, dimensions: int) -> torch.Size:
 
 
 def _joined(args: HFArgs, whole: torch.Tensor, pieces: list[tuple[int, str, Any]]) -> HFName:
-    """Return the name of one of our tensors: that of one of theirs, or those of its pieces."""
+    """Return the name in files of one of our tensors, or those of its pieces."""
     if len(pieces) == 1 and pieces[0][2].equal(whole):
         return pieces[0][1]
     joined = torch.cat([tensor.flatten() for _, _, tensor in pieces] or [whole[:0]])

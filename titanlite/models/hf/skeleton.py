@@ -24,7 +24,7 @@ HEAD = "lm_head"
 
 @dataclass(frozen=True)
 class Skeleton:
-    """Facts about a model, read from it on the meta device."""
+    """Facts about a model, read on the meta device."""
 
     #: Its `transformers` config.
     config: Any
@@ -42,10 +42,7 @@ class Skeleton:
 
 @functools.lru_cache(maxsize=8)
 def skeleton_of(content: str, vocab_size: int) -> Skeleton:
-    """Return the facts about the model of a config.json. Raises ShapeError.
-
-    content: the file. vocab_size: in place of the one there.
-    """
+    """Return the facts of a config.json with another vocab_size. Raises ShapeError."""
     import torch
 
     from titanlite.models.hf.experts import moe_layers_of
@@ -86,7 +83,7 @@ def skeleton_of(content: str, vocab_size: int) -> Skeleton:
 
 
 def _check_buffers(model: Any, operations: Mapping[int, Any]) -> None:
-    """Raise ShapeError for a buffer that the model does not compute with its initial weights."""
+    """Raise ShapeError for a buffer that initialisation does not compute."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta and id(buffer) not in operations:
             raise refused(
@@ -96,7 +93,7 @@ def _check_buffers(model: Any, operations: Mapping[int, Any]) -> None:
 
 
 def _check_causal(model: Any, config: Any) -> None:
-    """Raise ShapeError if a token sees those after it."""
+    """Raise ShapeError if a token sees later ones."""
     # Attention of BERT's family says so; others name `is_decoder` in the config alone, and do not
     # read it.
     if all(getattr(module, "is_decoder", True) is not False for module in model.modules()):
@@ -110,7 +107,7 @@ def _check_causal(model: Any, config: Any) -> None:
 
 
 def _check_layerdrop(model: Any, config: Any) -> None:
-    """Raise ShapeError if steps skip blocks at random: ranks would gather different ones."""
+    """Raise ShapeError if steps skip random blocks: ranks would gather different ones."""
     if not any(getattr(module, "layerdrop", 0) for module in model.modules()):
         return
     entry = "decoder_layerdrop" if hasattr(config, "decoder_layerdrop") else "layerdrop"
@@ -121,9 +118,7 @@ def _check_layerdrop(model: Any, config: Any) -> None:
 
 @contextlib.contextmanager
 def _recorded() -> Iterator[dict[int, tuple[str, Any, Tensor]]]:
-    """Note the last operation that set each whole tensor: id → name, arguments, and the tensor, to
-    keep the id.
-    """
+    """Record what last set each whole tensor: id → name, arguments, tensor (to keep the id)."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from transformers.initialization import TORCH_INIT_FUNCTIONS as FUNCTIONS
 
@@ -156,7 +151,7 @@ def _recorded() -> Iterator[dict[int, tuple[str, Any, Tensor]]]:
 
 
 def _rule(name: str, operation: str, given: tuple[Any, ...]) -> Init:
-    """Return the distribution of the operation that set a parameter."""
+    """Return the distribution of an operation that set a parameter."""
     mean, std, low, high = given + (0.0, 1.0, -2.0, 2.0)[len(given) :]
     if operation in ("zero_", "fill_"):
         value = given[0] if given else 0.0
@@ -173,9 +168,7 @@ def _rule(name: str, operation: str, given: tuple[Any, ...]) -> Init:
 
 
 def _blocks(model: Any) -> list[str]:
-    """Return the list of blocks that `transformers` does not split over devices, else the longest
-    of one class.
-    """
+    """Return the blocks that `transformers` does not split, else the longest list of one class."""
     from torch import nn
 
     whole = set(model._no_split_modules or ())
