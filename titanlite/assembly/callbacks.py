@@ -34,7 +34,7 @@ def build_callbacks(
 ) -> tuple[list[Callback], Callable[[], dict[str, str]]]:
     """Return every callback of a run, in order, and a function that names the run at its services.
 
-    watchdog: entered by the caller. own: those of the user.
+    `own` are the user's; the caller enters `watchdog`.
     """
     run = parts.run
     gc = GarbageCollection(run.training.gc_freq)
@@ -78,7 +78,6 @@ def _of_attempt(parts: TrainingComponents, watchdog: HangWatchdog | None) -> Ite
 
 
 def _optional(parts: TrainingComponents, metrics: MetricsLogger) -> Iterator[Callback]:
-    """Yield what the run switches on, and what its ranks or saves need."""
     run = parts.run
     if parts.world.size > 1:
         from titanlite.metrics.replicas import EqualReplicas
@@ -102,7 +101,7 @@ def _optional(parts: TrainingComponents, metrics: MetricsLogger) -> Iterator[Cal
 
 
 def _figures(parts: TrainingComponents) -> list[Any]:
-    """Return the callbacks whose figures are sums over all ranks: of sources, of experts."""
+    """Return the callbacks whose figures are sums over all ranks."""
     run = parts.run
     found: list[Any] = []
     if run.data.source:
@@ -132,7 +131,7 @@ def _metrics(
 
 
 def _peak_flops(parts: TrainingComponents) -> float | None:
-    """Return the FLOPS that the device can do: those given, or of a known one; else None."""
+    """Return the device's FLOPS, as given or of a known device."""
     tflops = parts.run.metrics.peak_tflops
     if tflops:
         return tflops * 1e12

@@ -15,12 +15,14 @@ class Resizable(Protocol):
     """A runner or loss that is made for steps of one size."""
 
     def resize(self, accumulation: int, seq_len: int) -> None:
-        """Run steps of so many micro-batches from now on. seq_len: tokens of a row on this rank."""
+        """Take steps of so many micro-batches, and rows of `seq_len` tokens on this rank, from now
+        on.
+        """
         ...
 
 
 class Resizer:
-    """Is called with the size of each step. size: that of the first one."""
+    """Is called with the size of each step, and made with that of the first."""
 
     def __init__(self, run: RunConfig, model: ModelParts, size: StepSize) -> None:
         self._run = run

@@ -67,9 +67,7 @@ class RankCheckError(RuntimeError):
 
 @dataclass(frozen=True)
 class Rank:
-    """What is known of a rank, and what it has measured; times in seconds, each the shortest of
-    several.
-    """
+    """What is known of a rank, and its measured seconds, each the shortest of several."""
 
     number: int
     host: str
@@ -177,7 +175,6 @@ def _log(ranks: Sequence[Rank], warnings: Sequence[str], device_type: str, secon
 
 
 def _refuse(problems: Iterable[str]) -> None:
-    """Raise RankCheckError if there are problems."""
     text = "\n".join(problems)
     if text:
         raise RankCheckError(text)
@@ -187,7 +184,9 @@ def _refuse(problems: Iterable[str]) -> None:
 
 
 def _describe(world: DistEnv, texts: Mapping[str, str], first: str, mine: str) -> Rank:
-    """Return what is known of this rank. first, mine: configs of rank 0 and of this rank."""
+    """Return what is known of this rank; `first` and `mine` are configs of rank 0 and of this
+    rank.
+    """
     facts = {
         **provenance.versions(),
         "torch": torch.__version__,
@@ -288,9 +287,7 @@ def _measured(rank: Rank, world: DistEnv, sees_folder: bool) -> Rank:
 
 
 def products(device: torch.device) -> tuple[float, tuple[int, ...]]:
-    """Return the seconds of the fastest product of two fixed matrices, and the digests of the
-    products.
-    """
+    """Return the fastest seconds of a product of two fixed matrices, and the products' digests."""
     rows = _ROWS[device.type]
     dtype, bits, warm = torch.float32, torch.int32, 0.0
     if device.type == "cuda":
@@ -377,9 +374,8 @@ def _odd_ranks(ranks: Sequence[Rank], slow_factor: float) -> Iterator[str]:
 
 
 def _write_probe(folder: Path) -> Path | None:
-    """Write a file with a new name.
-
-    None: rank 0 itself cannot write, which its other files will tell.
+    """Write a file with a new name; None if rank 0 itself cannot, which its other files will
+    tell.
     """
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -405,7 +401,6 @@ def _sees(probe: Path) -> bool:
 
 
 def _groups(ranks: Sequence[Rank], values: Sequence[str]) -> dict[str, list[Rank]]:
-    """Return value → the ranks that have it."""
     found: dict[str, list[Rank]] = defaultdict(list)
     for rank, value in zip(ranks, values, strict=True):
         found[value].append(rank)
@@ -417,7 +412,6 @@ def _shares(groups: Mapping[str, Sequence[Rank]]) -> str:
 
 
 def _named(ranks: Sequence[Rank]) -> str:
-    """Return `ranks 0-3, 6 (host-1, host-2)`."""
     runs = groupby(enumerate(ranks), lambda pair: pair[1].number - pair[0])
     numbers = []
     for _, run in runs:

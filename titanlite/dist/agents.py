@@ -61,9 +61,9 @@ class Farewell:
         registry.get_rendezvous_handler = noted_handler
 
     def _noted_meet(self, handler: Any) -> Callable[[], Any]:
-        """Return its `next_rendezvous`, which also tells the ranks the round of c10d's rendezvous.
+        """Return `next_rendezvous` that also tells the ranks the round of c10d's rendezvous.
 
-        The machines count restarts differently: one that follows another's restart counts none.
+        Restarts do not tell it: a machine that follows another's restart counts none.
         """
         closed: Any = import_module(f"{_RENDEZVOUS}.api")
         meet = handler.next_rendezvous
@@ -84,10 +84,7 @@ class Farewell:
         return noted_meet
 
     def _watch_stores(self) -> None:
-        """Note the store that torchrun opens.
-
-        A torch that opens it in another way leaves as it likes.
-        """
+        """Note the store that torchrun opens, unless a torch opens it in another way."""
         for name in ("c10d_rendezvous_backend", "static_tcp_rendezvous"):
             module: Any = import_module(f"{_RENDEZVOUS}.{name}")
             if hasattr(module, "TCPStore"):
@@ -106,12 +103,10 @@ class Farewell:
         return noted_store
 
     def leave(self, good: bool) -> None:
-        """Tell the machine that serves the store that this one needs it no more.
+        """Tell the machine that serves the store that this one does not need it any more.
 
-        The serving machine waits for the others.
-
-        good: torchrun has ended without an error. It takes `GOOD_SECONDS` at most, or
-        `BAD_SECONDS`.
+        The serving machine waits for the others, `GOOD_SECONDS` at most if `good` says that
+        torchrun ended without an error, else `BAD_SECONDS`.
         """
         if self._machines < 2 or self._store is None:
             return
