@@ -34,7 +34,7 @@ def build_callbacks(
 ) -> tuple[list[Callback], Callable[[], dict[str, str]]]:
     """Return every callback of a run, in order, and a function that names the run at its services.
 
-    `own` are the user's; the caller enters `watchdog`.
+    The caller enters `watchdog`.
     """
     run = parts.run
     gc = GarbageCollection(run.training.gc_freq)
@@ -52,7 +52,6 @@ def build_callbacks(
 
 
 def _first(parts: TrainingComponents, watchdog: HangWatchdog | None) -> Iterator[Callback]:
-    """Yield what other ranks wait for, and what may refuse the text."""
     run = parts.run
     watch = watchdog or HangWatchdog(run.stall, run.comm, end=None)
     yield Watchdog(watch, entered=watchdog is not None)
@@ -66,7 +65,6 @@ def _first(parts: TrainingComponents, watchdog: HangWatchdog | None) -> Iterator
 
 
 def _of_attempt(parts: TrainingComponents, watchdog: HangWatchdog | None) -> Iterator[Callback]:
-    """Yield what records and reports the start of the run."""
     run = parts.run
     folder = Path(run.job.dump_folder)
     device = device_name(parts.world.device)
@@ -101,7 +99,6 @@ def _optional(parts: TrainingComponents, metrics: MetricsLogger) -> Iterator[Cal
 
 
 def _figures(parts: TrainingComponents) -> list[Any]:
-    """Return the callbacks whose figures are sums over all ranks."""
     run = parts.run
     found: list[Any] = []
     if run.data.source:
@@ -131,7 +128,6 @@ def _metrics(
 
 
 def _peak_flops(parts: TrainingComponents) -> float | None:
-    """Return the device's FLOPS, as given or of a known device."""
     tflops = parts.run.metrics.peak_tflops
     if tflops:
         return tflops * 1e12

@@ -84,7 +84,7 @@ def text_reader(run: RunConfig, tokenizer: Tokenizer, share: Share = alone) -> T
 
 
 def phases_of(run: RunConfig) -> Phases | None:
-    """Return the `[[data.phase]]` tables, and the numbers that tell where they begin.
+    """Return the `[[data.phase]]` tables with the numbers that tell where they begin.
 
     A run without phases and sources, whose schedule counts steps, has none.
     """

@@ -31,10 +31,7 @@ PRINT_SECONDS = 3.0
 
 
 def explain(error: Exception, run: RunConfig, asked: LoadedConfig, verdict: str) -> str:
-    """Return the message of an expected error, with advice.
-
-    `asked` has the places of the keys; `verdict` is the hang watchdog's.
-    """
+    """Return the message of an expected error, with advice and the hang watchdog's verdict."""
     from titanlite.optim.bad_step_errors import BadStepError
     from titanlite.parallel.compile import CompileError
 
@@ -68,10 +65,7 @@ def explain(error: Exception, run: RunConfig, asked: LoadedConfig, verdict: str)
 def explain_memory(
     error: Exception, run: RunConfig, rank: int, phase: str, store: Store | None
 ) -> str:
-    """Return the report of a rank out of memory; one rank of each machine makes it.
-
-    `phase` is the watchdog's word for what ran out.
-    """
+    """Return the report of a rank out of memory; one rank of each machine makes it."""
     if not exit_codes.report_code(exit_codes.OUT_OF_MEMORY) or not first_here(store):
         return f"out of memory ({phase}): see the report of another rank here"
     # There may be no memory even for an import.
@@ -127,11 +121,10 @@ def print_unforeseen(error: Exception) -> str:
 
 
 def tell_sagemaker(message: str, code: int) -> None:
-    """Write why the run ends where a SageMaker job's failure reason is read, up to 1,024
-    characters.
+    """Write why the run ends where SageMaker reads a job's failure reason, up to 1,024 characters.
 
-    The first cause in torchrun's last attempt stays; that another rank was lost is no cause. A
-    toolkit in the container sets the variable.
+    The first cause in torchrun's last attempt stays; a lost rank is no cause. A toolkit in the
+    container sets the variable.
     """
     folder = os.environ.get("SM_OUTPUT_DIR")
     if folder:

@@ -35,9 +35,9 @@ def lock_folders(
 ) -> Iterator[None]:
     """Lock the run's folder and the real path of its checkpoint folder against other runs.
 
-    `ending` tells whether this run was asked to stop; `others` are further folders that it writes
-    to. Raises LockedError, ConfigError if the run's folder cannot be written to or has a link, and
-    CheckpointError for the checkpoints' folder or a store.
+    `ending` tells whether this run was asked to stop; it also writes to `others`. Raises
+    LockedError, ConfigError for a link or a run's folder that is not writable, and CheckpointError
+    for checkpoints or a store.
     """
     with contextlib.ExitStack() as stack:
         _refuse_links(run_folder, section.folder, others)
@@ -51,7 +51,7 @@ def lock_folders(
 
 
 def _refuse_links(run_folder: Path, checkpoints: str, others: Sequence[str]) -> None:
-    """Raise ConfigError for a link where the run writes: it may come from somebody else."""
+    """Raise ConfigError for a link below the run's folder: it may come from somebody else."""
     from titanlite.runs import HUB
     from titanlite.runs.logs import FOLDER as LOGS
 
@@ -107,7 +107,6 @@ def _lock(
 
 @contextlib.contextmanager
 def _store_errors(key: str) -> Iterator[None]:
-    """Turn errors of a store into CheckpointError that names its key."""
     from titanlite.checkpoint.store_paths import StoreError
 
     try:

@@ -100,6 +100,5 @@ def data_parallel_rank(mesh: DeviceMesh) -> int:
 
 
 def _divided(run: RunConfig, mesh: DeviceMesh, loader: Any) -> Any:
-    """Return a loader of this rank's part of each sequence, if ranks share sequences."""
     context = run.features.context
     return loader if context is None else context.loader(loader, mesh)

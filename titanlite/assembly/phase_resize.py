@@ -15,9 +15,7 @@ class Resizable(Protocol):
     """A runner or loss that is made for steps of one size."""
 
     def resize(self, accumulation: int, seq_len: int) -> None:
-        """Take steps of so many micro-batches, and rows of `seq_len` tokens on this rank, from now
-        on.
-        """
+        """`seq_len` counts the tokens of a row on this rank."""
         ...
 
 
@@ -51,7 +49,7 @@ class Resizer:
 def _allow_graphs(sizes: int) -> None:
     """Let torch compile a function once more for each size of a step, in training and validation.
 
-    Beyond its limit of eight it would end the run.
+    Beyond eight it would end the run.
     """
     import torch
 

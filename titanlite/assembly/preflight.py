@@ -33,7 +33,7 @@ def check_model(run: RunConfig, tokenizer_size: int) -> None:
     """Check that ranks can divide this model and vocabulary, and that this machine has its
     products.
 
-    It needs no process group. Raises ConfigError.
+    Needs no process group. Raises ConfigError.
     """
     args = run.model_args(tokenizer_size)
     refuse([problem for check in _OF_MODEL for problem in check(run, args)])

@@ -184,9 +184,7 @@ def _refuse(problems: Iterable[str]) -> None:
 
 
 def _describe(world: DistEnv, texts: Mapping[str, str], first: str, mine: str) -> Rank:
-    """Return what is known of this rank; `first` and `mine` are configs of rank 0 and of this
-    rank.
-    """
+    """`first` and `mine` are configs of rank 0 and of this rank."""
     facts = {
         **provenance.versions(),
         "torch": torch.__version__,
@@ -231,7 +229,6 @@ def _code_hash() -> str:
 
 
 def _differences(ranks: Sequence[Rank]) -> Iterator[str]:
-    """Yield what must be equal on all ranks and is not."""
     for name in dict.fromkeys(name for rank in ranks for name in rank.facts):
         groups = _groups(ranks, [rank.facts.get(name, "none") for rank in ranks])
         if len(groups) > 1:
@@ -342,7 +339,6 @@ def _wrong_results(ranks: Sequence[Rank]) -> Iterator[str]:
 
 
 def _odd_ranks(ranks: Sequence[Rank], slow_factor: float) -> Iterator[str]:
-    """Yield warnings about differences that do not end the run."""
     for keys, group in _groups(ranks, [rank.local_keys for rank in ranks]).items():
         if keys:
             yield (
@@ -374,9 +370,7 @@ def _odd_ranks(ranks: Sequence[Rank], slow_factor: float) -> Iterator[str]:
 
 
 def _write_probe(folder: Path) -> Path | None:
-    """Write a file with a new name; None if rank 0 itself cannot, which its other files will
-    tell.
-    """
+    """None if rank 0 itself cannot write, which its other files will tell."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".ranks-{uuid.uuid4().hex}"

@@ -38,8 +38,7 @@ _SHOWN = ("global batch = ", "accumulation = ", "tokens per step = ", "data_para
 
 
 def report_lines(parts: TrainingComponents, steps: int, peak: float | None) -> list[str]:
-    """Return the lines of the start report, first values by name, then `note:` and `warning:`
-    lines.
+    """Return the lines of the start report, then those of `note:` and `warning:`.
 
     `peak` is the FLOPS of one device, if known.
     """
@@ -126,10 +125,7 @@ def mesh_text(mesh: MeshSizes) -> str:
 
 
 def _memory(parts: TrainingComponents, run: RunConfig) -> Iterator[Row]:
-    """Yield rows of the planned peak.
-
-    A CPU has none: most of a process's memory is not tensors, and none has a limit.
-    """
+    """A CPU has no rows: most of a process's memory is not tensors, and none has a limit."""
     device = parts.model_parts.builder.device
     if device.type == "cpu":
         return

@@ -61,7 +61,6 @@ class StartReport(Callback):
             )
 
     def _notices(self, trainer: Trainer) -> Iterator[str]:
-        """Yield what the checkpoint, its saves and the attempt before have to tell."""
         loaded = trainer.loaded
         section = self._checkpoint
         if loaded is not None:

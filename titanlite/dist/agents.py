@@ -47,7 +47,6 @@ class Farewell:
         self._watch_stores()
 
     def _watch_rendezvous(self) -> None:
-        """Note how many machines torchrun expects."""
         registry: Any = import_module(f"{_RENDEZVOUS}.registry")
         make_handler = registry.get_rendezvous_handler
 
@@ -84,7 +83,7 @@ class Farewell:
         return noted_meet
 
     def _watch_stores(self) -> None:
-        """Note the store that torchrun opens, unless a torch opens it in another way."""
+        """A torch that opens the store in another way leaves as it likes."""
         for name in ("c10d_rendezvous_backend", "static_tcp_rendezvous"):
             module: Any = import_module(f"{_RENDEZVOUS}.{name}")
             if hasattr(module, "TCPStore"):
@@ -105,8 +104,8 @@ class Farewell:
     def leave(self, good: bool) -> None:
         """Tell the machine that serves the store that this one does not need it any more.
 
-        The serving machine waits for the others, `GOOD_SECONDS` at most if `good` says that
-        torchrun ended without an error, else `BAD_SECONDS`.
+        That machine waits for the others, `GOOD_SECONDS` at most if torchrun ended without an
+        error, else `BAD_SECONDS`.
         """
         if self._machines < 2 or self._store is None:
             return

@@ -52,8 +52,8 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def connect_store(limit: float = RENDEZVOUS_SECONDS) -> dist.Store | None:
     """Connect to the run's key-value store, through which the ranks find each other, if any.
 
-    Call it early, so that others know that this rank is coming. Raises ParallelismError for a wrong
-    environment or too few open files, else as `run_store.register`.
+    Call it early, so that others know that this rank is coming. Raises as `run_store.register`, and
+    ParallelismError for a wrong environment or too few open files.
     """
     import torch.distributed as dist
 
@@ -274,7 +274,7 @@ def meet() -> None:
 
 
 def log_once(level: int, text: str) -> None:
-    """Log at this level on rank 0, for the console, and at INFO on the other ranks."""
+    """Log at this level on rank 0, for the console, and at INFO elsewhere."""
     import torch.distributed as dist
 
     logger.log(logging.INFO if dist.get_rank() else level, text)
@@ -283,7 +283,7 @@ def log_once(level: int, text: str) -> None:
 def set_timeouts(seconds: float) -> None:
     """Set the collective timeout of every group of this process.
 
-    The first step may compile and warm up for minutes. After it, a stuck peer should be found soon.
+    The first step may compile for minutes. After it, a stuck peer should be found soon.
     """
     import torch.distributed as dist
 

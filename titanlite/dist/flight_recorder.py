@@ -40,8 +40,7 @@ def recording(
 
     Enter it before process groups, which read the environment. When a collective fails, this rank
     writes its record to `folder`, or for "" to torch's place on GPUs alone. NCCL's watchdog also
-    writes on ranks that are stuck elsewhere. With gloo a rank outside a collective leaves no
-    record.
+    writes on ranks stuck elsewhere, gloo only within a collective.
     """
     wanted = {_ENTRIES: str(buffer_size)}
     if buffer_size > 0 and folder:

@@ -84,7 +84,7 @@ class _Variables:
         return self.environ.get(name, default).strip()
 
     def number(self, name: str, low: int, high: int, default: int | None, meaning: str) -> int:
-        """Return a variable's number, or `default` if it is not set; None means that it must be."""
+        """A `default` of None means that the variable must be set."""
         text = self.environ.get(name)
         if text is None and default is not None and low <= default <= high:
             return default
@@ -101,7 +101,6 @@ class _Variables:
         return low
 
     def check(self) -> None:
-        """Raise ParallelismError if a variable was wrong."""
         if not self.problems:
             return
         head = "environment variable "

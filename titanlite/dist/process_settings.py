@@ -19,9 +19,8 @@ _FILES = 256
 
 
 def raise_file_limit(wanted: int) -> int:
-    """Let this process and its children open `wanted` files, or as many as the hard limit allows.
-
-    Returns the limit.
+    """Let this process and its children open `wanted` files, or the hard limit; return the
+    limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -32,7 +31,7 @@ def raise_file_limit(wanted: int) -> int:
 
 
 def allow_files(ranks: int) -> None:
-    """Raise the limit of open files for so many ranks: gloo has a socket per rank and group.
+    """Raise the limit of open files: gloo has a socket per rank and group.
 
     Raises ParallelismError if the hard limit is too low.
     """
@@ -91,9 +90,8 @@ def chose_malloc() -> bool:
 def keep_freed_memory() -> bool:
     """Let malloc keep freed memory from now on; return whether that was possible.
 
-    glibc returns large freed blocks to the system, and asks for them again in the next step. Each 4
-    KiB is a page fault, hundreds of thousands in a step on a CPU. Without glibc, or after
-    `chose_malloc`, it does nothing.
+    glibc returns large freed blocks to the system: hundreds of thousands of page faults (4 KiB
+    each) in a CPU step. Without glibc, or after `chose_malloc`, it does nothing.
     """
     import ctypes
 

@@ -72,8 +72,7 @@ def share_from_rank_0(
 ) -> T:
     """Return on all ranks what `make` returns on rank 0, before a process group exists.
 
-    Rank 0 does not wait for the others. Raises RendezvousError as `barrier` does; on rank 0 what
-    `make` raises.
+    Rank 0 does not wait. Raises RendezvousError as `barrier` does; on rank 0 what `make` raises.
     """
     if rank == 0:
         made = make()
@@ -92,7 +91,7 @@ def share_from_rank_0(
 def report_failure(store: dist.Store | None, rank: int, size: int) -> Iterator[None]:
     """Around all code before `barrier`: an error of this rank also ends the others, with its text.
 
-    Once the process group exists, the watchdog does that. A single process has no store.
+    Once the process group exists, the watchdog does that.
     """
     try:
         yield
@@ -104,7 +103,7 @@ def report_failure(store: dist.Store | None, rank: int, size: int) -> Iterator[N
 
 
 def _tell_others(store: dist.Store, rank: int, size: int, error: BaseException) -> None:
-    """Note an error in the store, and wait until the other ranks have read it."""
+    """Waits until the other ranks have read the error."""
     reason = str(error) or type(error).__name__
     # A signal leaves no time to wait for others; most likely it has reached them as well.
     seconds = _REPORT_SECONDS if isinstance(error, Exception) else 0.0
@@ -177,10 +176,10 @@ def _missing_ranks(store: dist.Store, size: int, limit: float) -> RendezvousErro
 def connect(
     backend: str, store: dist.Store, rank: int, size: int, limit: float = RENDEZVOUS_SECONDS
 ) -> None:
-    """Make the default process group of ranks that are all up.
+    """Make the default process group of ranks that are all up, with `limit` seconds for
+    collectives.
 
-    Its collectives have `limit` seconds too. Raises RendezvousError if the ranks cannot connect to
-    each other.
+    Raises RendezvousError if the ranks cannot connect.
     """
     seconds = timedelta(seconds=limit)
     store.set_timeout(seconds)

@@ -28,9 +28,8 @@ def register(
 ) -> dist.Store:
     """Connect to the run's TCP store, and note there that this process is up.
 
-    With `is_master` this process serves it. Something must listen within `limit` seconds, and
-    answer within as many. Raises RendezvousError, and ParallelismError if a serving process finds
-    the port taken.
+    Something must listen within `limit` seconds, and answer within as many. Raises RendezvousError,
+    and ParallelismError if a serving process finds the port taken.
     """
     tcp = _open_store(rank, size, address, is_master, limit)
     # torchrun's store survives a restart of the workers, so each attempt needs its own keys:
@@ -96,7 +95,7 @@ def _open_store(
 
 
 def _await_listener(address: tuple[str, int], limit: float) -> None:
-    """Wait until something listens there: rank 0 may start late. Raises OSError."""
+    """Rank 0 may start late. Raises OSError."""
     until = time.monotonic() + limit
     while True:
         left = until - time.monotonic()

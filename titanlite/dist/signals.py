@@ -40,8 +40,8 @@ T = TypeVar("T")
 class StopRequested(BaseException):
     """The run was asked to stop and did: like KeyboardInterrupt, no `Exception`.
 
-    `step` counts steps done. `saved` says that none of them is lost, `together` that all ranks
-    raise it at the same place.
+    `step` counts steps done. `saved` says that none is lost, `together` that all ranks raise it at
+    the same place.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class StopSignal:
 
 
 def _ask_all(mine: bool) -> Callable[[], bool]:
-    """Start to ask all ranks; return what waits for the answer, whether any says yes."""
+    """Start to ask all ranks; return what waits for the answer."""
     import torch
     import torch.distributed as dist
 
