@@ -89,15 +89,13 @@ class Shape:
     def linear(
         self, name: str, x: str, rows: int, columns: int, holds: tuple[str, ...] = (), key: str = ""
     ) -> Op:
-        """A product of all tokens with this rank's part of a weight [rows, columns]. key: its name
-        in the block.
-        """
+        """A product of all tokens with this rank's part of a weight [rows, columns]."""
         product = Product(name, x, self.tokens, rows, columns, self.size, self.tp, holds, key)
         return self.products.op(product)
 
     def norm(self, name: str, x: str, rows: int, width: int) -> Op:
-        """`autograd.RMSNorm`: keeps x and one number per row (`OffsetRMSNorm`: its factors too), in
-        float32.
+        """`autograd.RMSNorm` in float32: keeps x and one number per row, `OffsetRMSNorm` its
+        factors.
         """
         numbers = rows * width
         factors = 4 * width if self.args.norm_offset else 0
@@ -113,9 +111,7 @@ class Shape:
         )
 
     def rotation(self, name: str, x: str, width: int) -> Op:
-        """`rope.Rotation`: computes in float32; keeps nothing, since the tables need no
-        gradient.
-        """
+        """`rope.Rotation` in float32: keeps nothing, since the tables need no gradient."""
         numbers = self.tokens * width
         return Op(
             name,

@@ -34,9 +34,7 @@ class ExpertMemory(FeedForwardMemory):
         return self.args.n_experts // self.ranks
 
     def operators(self, shape: Shape, x: str) -> list[Op]:
-        """Return the operators of `titanlite.models.experts.layer.MoE` from x on, with equal rows
-        per expert.
-        """
+        """Return the operators of `experts.layer.MoE` from x on, with equal rows per expert."""
         # Tensor-parallel ranks give their part of the sequence to whole experts.
         s = replace(shape, tokens=shape.rows, tp=1)
         routed = self._routed(s, x)

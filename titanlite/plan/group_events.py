@@ -121,9 +121,7 @@ class GroupEvents:
     # Gradients
 
     def accumulate(self, group: Group, made: int, held: int) -> Iterator[Event]:
-        """Keep a group's whole gradients for the next micro-batch. made: bytes of new ones. held:
-        of buffers.
-        """
+        """Keep a group's whole gradients for the next micro-batch. made, held: bytes."""
         first = group.modules[0]
         if not group.trained.weights:
             return
@@ -209,7 +207,7 @@ class GroupEvents:
         return sum(weight.padded for weights in several for weight in weights) * self.sizes.reduced
 
     def _is_alone(self, weights: Sequence[Weight]) -> bool:
-        """Return whether no other rank has a part or copy of one collective's weights."""
+        """Return whether no other rank has a part or copy of these weights."""
         return (
             weights[0].shards == 1 and self.run.mesh.dp_replicate == 1 and not self.sizes.offloads
         )

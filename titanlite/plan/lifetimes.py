@@ -122,9 +122,7 @@ def measure(module: OpList, mode: str = "none") -> ModuleMemory:
 
 
 def _by_policy(ops: Sequence[Op]) -> set[str]:
-    """Return the tensors that `OpPolicy` keeps: attention's, and every second matrix product, the
-    first included.
-    """
+    """Return the tensors that `OpPolicy` keeps: attention's, and every second product's."""
     products = [op.name for op in ops if op.kind == "matmul"]
     chosen = set(products[::2])
     for op in ops:

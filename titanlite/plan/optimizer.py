@@ -41,9 +41,7 @@ def state_bytes(weight: Weight, settings: Optimizer, master: int) -> float:
 def step_bytes(
     weights: Sequence[Weight], index: int, settings: Optimizer, master: int, device: str
 ) -> int:
-    """Return the temporary bytes at a step's peak, beside gradients. index: this rank among the
-    shards.
-    """
+    """Return a step's temporary bytes at its peak, beside gradients. index: of this shard."""
     sizes = [weight.local(index) for weight in weights]
     largest = 4 * max(sizes)
     if settings.name in ("AnyPrecisionAdamW", "AdamW8bit"):

@@ -107,9 +107,7 @@ class Plan:
         return sum(seconds) if len(seconds) == len(self.legs) else None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the plan as JSON, as docs/plan.md explains; unknown numbers are null, others
-        finite.
-        """
+        """Return the plan as JSON, see docs/plan.md; unknown numbers are null, others finite."""
         peak = self.memory.peak
         speed = self.speed
         disk = self.disk

@@ -60,7 +60,5 @@ class ProductMemory:
         return 0
 
     def weights(self, module: str, own: list[Weight], shards: int) -> list[Weight]:
-        """Return what a rank holds of a module's `own` weights, each divided over `shards`
-        ranks.
-        """
+        """Return what a rank holds of a module's `own` weights, divided over `shards` ranks."""
         return own

@@ -78,9 +78,7 @@ class RankSizes:
 
     @functools.cached_property
     def shards_nothing(self) -> bool:
-        """Whether only tensor parallelism divides weights, perhaps with experts that its ranks
-        share.
-        """
+        """Whether tensor parallelism alone divides weights, perhaps with shared experts."""
         mesh = self.run.mesh
         is_whole = all(weight.shards == 1 for weight in self.weights)
         return is_whole and mesh.world_size == mesh.tensor

@@ -129,9 +129,7 @@ class StepSizes:
 
     @cached_property
     def pairs(self) -> float:
-        """Share that attention computes of the token pairs its FLOPs count: half, more in a
-        window.
-        """
+        """Share of the token pairs in its FLOPs that attention computes: half, more in a window."""
         length = self.run.batch.seq_len
         if not isinstance(self.args, LlamaArgs):
             return 0.5
@@ -193,7 +191,7 @@ class StepSizes:
 
     @property
     def frees(self) -> bool:
-        """Whether a forward frees what it gathered: by default not the last units, nor a single
+        """Whether a forward frees what it gathered: not the last units by default, nor a single
         one.
         """
         reshards = self.run.training.reshard_after_forward

@@ -14,8 +14,8 @@ from titanlite.plan.step_sizes import StepSizes
 
 
 def tensor_traffic(step: StepSizes) -> float:
-    """Return the seconds of tensor parallelism: 4 collectives per block in each direction, and
-    recomputation's.
+    """Return the seconds of tensor parallelism: 4 collectives per block and direction, also
+    repeated.
     """
     each = 2 if step.by_op else 4 - step.stops_early
     again = step.recomputed * each - step.products.tensor_gathers_less
@@ -93,7 +93,7 @@ def sharding_traffic(step: StepSizes, computing: Directions) -> float:
 
 
 def host_transfers(step: StepSizes, computing: Directions) -> float:
-    """Return the seconds of offload, of weights, gradients and activations, that computing does not
+    """Return the seconds of offloading weights, gradients and activations that computing does not
     hide.
     """
     pcie = step.rates.gpu.pcie

@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter on a rank after tensor and expert parallelism: rows that `fully_shard`
-    divides.
-    """
+    """A parameter after tensor and expert parallelism: rows that `fully_shard` divides."""
 
     rows: int
     #: Numbers in each row.
