@@ -14,9 +14,7 @@ from titanlite import exit_codes
 
 
 class DataError(ValueError):
-    """Bad text, tokenizer or settings: the message names the file (and record or line) and the
-    remedy.
-    """
+    """Bad text, tokenizer or settings. The message names the file, the record and the remedy."""
 
     exit_code = exit_codes.CONFIG
 

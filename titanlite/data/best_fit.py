@@ -31,8 +31,7 @@ GROUP = 4096
 class BestFitDataset(PackedDataset):
     """Sequences of whole documents by global index; the arguments are those of `PackedDataset`.
 
-    Every token is served once per epoch. Every token but a document's first is a target once.
-    Tokens predict those of their own document, and a document's last token predicts nothing. Rows
+    Every token is served once per epoch, and is a target once unless it is a document's first. Rows
     are filled up with padding.
     """
 
@@ -69,9 +68,7 @@ class BestFitDataset(PackedDataset):
         return {**super().settings, **cut, "packing": "best-fit"}
 
     def ranges(self, window: int) -> list[list[Range]]:
-        """Return the pieces of a row, in the order of documents, each with the next token of its
-        document.
-        """
+        """Return the pieces of a row by document, each with the next token of its document."""
         row = window % self.sequences_per_epoch
         offsets = self.corpus.offsets
         begins = self._begins[self._starts[row] : self._starts[row + 1]]
@@ -83,10 +80,10 @@ class BestFitDataset(PackedDataset):
 def packed(
     offsets: NDArray[np.int64], order: NDArray[np.int64], seq_len: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return rows: (first token of each piece [pieces], row by row; first piece of each row [rows +
-    1]).
+    """Return the first token of each piece, row by row [pieces], and the first piece of each row
+    [rows + 1].
 
-    offsets: of a `Corpus`. order: of its documents; a row is as early as its first piece.
+    `offsets` are those of a `Corpus`; a row is as early as its first piece in `order`.
     """
     pieces = -(-np.diff(offsets)[order] // seq_len)
     document = np.repeat(order, pieces)
@@ -113,10 +110,9 @@ def packed(
 
 
 def best_fit(lengths: Sequence[int], room: int, most: int) -> list[int]:
-    """Return the row of each piece: longest first, into the fullest row that has room, else into a
-    new one.
+    """Return the row of each piece, longest first, in the fullest row that has room.
 
-    lengths: in tokens, at most `room`, the length of a row. most: pieces in a row.
+    `lengths` are in tokens, at most `room`, the length of a row. A row has at most `most` pieces.
     """
     row_of = [0] * len(lengths)
     #: Number of pieces in each row.

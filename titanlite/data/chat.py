@@ -50,7 +50,7 @@ PLAIN_TEMPLATE = (
 
 
 class ChatTemplate(NamedTuple):
-    """`source`: Jinja. `tokens`: names and values of its variables, such as bos_token."""
+    """A Jinja `source`, and the `tokens` that it can use by name, such as bos_token."""
 
     source: str
     tokens: tuple[tuple[str, str], ...] = ()
@@ -58,10 +58,8 @@ class ChatTemplate(NamedTuple):
     def render(self, messages: Any, where: str) -> str:
         """Return the text of a conversation, with marks around the assistant's turns.
 
-        where: file and record.
-
-        Raises DataError if `messages` is no list of messages, the template refuses it, or a turn
-        cannot be found.
+        Raises DataError, naming `where`, for bad messages, a template's refusal, or a turn that is
+        not found.
         """
         if not are_turns(messages, ("role",)):
             raise DataError(
@@ -91,7 +89,7 @@ class ChatTemplate(NamedTuple):
     def prompt(self, messages: Sequence[Mapping[str, str]], where: str) -> str:
         """Return the text of a conversation up to the assistant's next turn.
 
-        Raises DataError if it is refused.
+        Raises DataError if the template refuses it.
         """
         return self._ask("prompt", messages, where).translate(_UNMARKED)
 
@@ -118,7 +116,7 @@ class ChatTemplate(NamedTuple):
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return messages without the keys whose value is null: a table has them for all messages."""
+    """Drop keys whose value is null: a table has every key for all messages."""
     if isinstance(value, dict):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     return list(map(_without_nulls, value)) if isinstance(value, list) else value
@@ -145,12 +143,11 @@ def load_template(
     *,
     day: str | None = None,
 ) -> ChatTemplate:
-    """Return the template of a Jinja file; None: that of the files beside the tokenizer.
+    """Return the template of a Jinja file; None takes the one beside the tokenizer.
 
-    path: "plain" is `PLAIN_TEMPLATE`. key: what names the file, for messages. day:
-    `data.template_date`.
+    "plain" is `PLAIN_TEMPLATE`. `key` names the file in messages; `day` is `data.template_date`.
 
-    Raises DataError if there is none, or it is not valid.
+    Raises DataError if there is no valid template.
     """
     folder = tokenizer.folder
     config = _config_beside(folder, key)
@@ -185,7 +182,6 @@ def _config_beside(folder: str | None, key: str) -> dict[str, Any]:
 def _find_source(
     folder: str | None, path: str | None, config: Mapping[str, Any], key: str
 ) -> tuple[str, Any]:
-    """Return where the template is, and its text; no text where there is none."""
     if path == _PLAIN:
         return _PLAIN, PLAIN_TEMPLATE
     place = path or f"{folder}/{TEMPLATE}"
@@ -223,11 +219,11 @@ def _beside(folder: str | None, name: str) -> bytes | None:
 
 
 def encode_chat(text: str, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the ids of a rendered conversation, as it is, and whether each is of the assistant:
-    [tokens] each.
+    """Return the ids of a rendered conversation, and whether each is the assistant's: [tokens]
+    each.
 
-    Names of special tokens become their ids. A token that crosses the border of a turn is of the
-    assistant.
+    Names of special tokens become their ids. A token across the border of a turn is the
+    assistant's.
     """
     # Every second piece is a turn of the assistant.
     pieces = re.split(f"[{BEGIN}{END}]", whole_characters(text))

@@ -30,13 +30,13 @@ os.register_at_fork(after_in_child=_workers.clear)
 
 
 class TemplateError(Exception):
-    """A template could not be rendered. The message says why."""
+    """A template could not be rendered."""
 
 
 def ask(request: Request) -> tuple[str, str]:
     """Return the kind of an answer and its text, see `titanlite.data.chat_worker`.
 
-    Raises TemplateError where the template takes too long, or its process ends for another reason.
+    Raises TemplateError if the template takes too long, or its process ends for another reason.
     """
     content = pickle.dumps(tuple(request._replace(seconds=SECONDS)))
     with _lock:

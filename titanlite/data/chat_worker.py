@@ -54,9 +54,7 @@ class Request(NamedTuple):
 
 
 class _NoTurnError(Exception):
-    """A turn of the assistant is not found in the rendered text. The argument: its number,
-    from 1.
-    """
+    """A turn of the assistant, counted from 1, is not found in the rendered text."""
 
 
 # Rendering
@@ -72,7 +70,6 @@ def answer(request: Request) -> tuple[str, str]:
     messages = request.messages
 
     def text(count: int, prompt: bool = False) -> str:
-        """Return the text of the first messages. prompt: with the head of the assistant's turn."""
         found: str = template.render(
             messages=messages[:count], add_generation_prompt=prompt, **variables
         )
@@ -96,9 +93,7 @@ def answer(request: Request) -> tuple[str, str]:
 
 
 def _marked(messages: Sequence[Mapping[str, Any]], text: Callable[..., str]) -> str:
-    """Return the text of a conversation with marks around the assistant's turns. text: as in
-    `answer`.
-    """
+    """Return a conversation with marks around the assistant's turns; `text` is that of `answer`."""
     whole = text(len(messages))
     if BEGIN in whole:
         return whole
@@ -119,9 +114,7 @@ def _marked(messages: Sequence[Mapping[str, Any]], text: Callable[..., str]) -> 
 
 @lru_cache(maxsize=8)
 def _compiled(source: str) -> Any:
-    """Compile a template in the environment that `transformers` gives it, without the date of
-    today.
-    """
+    """Compile a template in the environment of `transformers`, without the date of today."""
     import jinja2
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError
@@ -161,7 +154,7 @@ def _compiled(source: str) -> Any:
 
 
 def main(number: int) -> None:
-    """Answer requests until the process that sends them is gone. number: of the connection."""
+    """Answer requests on this connection until the process that sends them is gone."""
     # They are meant for that process, which may still need answers.
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.SIG_IGN)

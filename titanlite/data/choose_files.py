@@ -24,8 +24,8 @@ _Passed = dict[str, list[str]]
 def choose(found: Sequence[FoundFile], place: Place) -> Listing:
     """Return the text among the files of a folder.
 
-    Raises UnclearTextError where files of several splits, kinds or levels could be meant, or none
-    is of the split. Raises DataError where there is no text.
+    Raises DataError without text, and UnclearTextError if several splits, kinds or levels could be
+    meant, or none is of the split.
     """
     passed: _Passed = {}
     texts = _kept(found, lambda file: why_no_text(file.relative), passed)
@@ -53,7 +53,6 @@ def choose(found: Sequence[FoundFile], place: Place) -> Listing:
 def _kept(
     files: Sequence[FoundFile], reason_of: Callable[[FoundFile], str | None], passed: _Passed
 ) -> list[FoundFile]:
-    """Return the files without a reason to pass over them. passed: gets the others."""
     kept: list[FoundFile] = []
     for file in files:
         reason = reason_of(file)
@@ -65,9 +64,9 @@ def _kept(
 
 
 def choose_among(texts: Sequence[FoundFile], place: Place, passed: _Passed) -> Listing:
-    """Return those of the wanted split. passed: gets the others.
+    """Return the files of the wanted split, and add the others to `passed`.
 
-    Raises UnclearTextError where the files are of several splits, kinds or levels.
+    Raises UnclearTextError if the files are of several splits, kinds or levels.
     """
     texts = _of_split(texts, place, passed)
     several = _differences(texts, place)
@@ -78,7 +77,7 @@ def choose_among(texts: Sequence[FoundFile], place: Place, passed: _Passed) -> L
 
 
 def named_files(found: Sequence[FoundFile], place: Place) -> Listing:
-    """Return the files that are named or found by a pattern: all, or those of the wanted split.
+    """Return the files that are named or match a pattern, of the wanted split if there is one.
 
     Raises UnclearTextError if there is none of that split.
     """
@@ -90,7 +89,7 @@ def named_files(found: Sequence[FoundFile], place: Place) -> Listing:
 
 
 def listing_of(names: Sequence[str], split: str | None) -> Listing:
-    """Return files that were found by other rules, in their order."""
+    """Return files found by other rules, in their order."""
     return _listing([FoundFile(name, name.partition("?")[0]) for name in names], {}, split, {})
 
 
@@ -122,10 +121,7 @@ def _is_of(file: FoundFile, reader: Format) -> bool:
 
 
 def _of_split(texts: Sequence[FoundFile], place: Place, passed: _Passed) -> list[FoundFile]:
-    """Return the files of the split that is asked for.
-
-    Files without any name of a split are of the split train.
-    """
+    """Return the files of the wanted split; without any name of a split all are train."""
     if place.split in (None, ALL_SPLITS):
         return list(texts)
     wanted = SPLIT_WORDS.get(place.split.lower(), place.split) if place.split else ""
@@ -145,7 +141,7 @@ def _of_split(texts: Sequence[FoundFile], place: Place, passed: _Passed) -> list
 
 
 def _splits_of(texts: Sequence[FoundFile], place: Place) -> list[str | None]:
-    """Return the split that each file is of. Names in a code base tell none, as `test_x.py`."""
+    """Return the split of each file. Names in a code base, such as `test_x.py`, tell none."""
     is_code = place.reader == "source"
     return [None if is_code or file.is_source else split_of(file.relative) for file in texts]
 

@@ -17,16 +17,16 @@ _BUFFER = 1 << 18
 
 
 class DamagedError(Exception):
-    """A library's reader says that the content is not whole."""
+    """A library's reader finds the content damaged or truncated."""
 
 
 def is_compressed(head: bytes) -> bool:
-    """Return whether a file that begins so is compressed."""
+    """Return whether the first bytes are those of gzip or zstd."""
     return head.startswith((_GZIP, *_ZSTD))
 
 
 def decompressed(file: Any, name: Path | str) -> io.BufferedReader[Any]:
-    """Return the content of an open file, decompressed if need be. name: for errors."""
+    """Return the content of an open file, decompressed if need be; errors use `name`."""
     whole = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file, _BUFFER)
     head = whole.peek(4)
     if head.startswith(_GZIP):
@@ -37,10 +37,7 @@ def decompressed(file: Any, name: Path | str) -> io.BufferedReader[Any]:
 
 
 class _Zstd(io.RawIOBase):
-    """Frames of zstd, one after the other.
-
-    The library's own reader does not notice a truncated one.
-    """
+    """Reads successive zstd frames; the library's own reader misses a truncated one."""
 
     def __init__(self, file: BinaryIO, name: Path | str) -> None:
         try:

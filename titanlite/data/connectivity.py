@@ -29,8 +29,7 @@ _reached: set[tuple[str, int]] = set()
 def reach(url: str, failed: str, remedy: str) -> None:
     """Connect to the server of a URL, once in this process.
 
-    Raises DataError that begins with `failed` and ends with `remedy` where it is not reached within
-    some seconds.
+    Raises DataError, `failed` first and `remedy` last, if it is not reached within some seconds.
     """
     problem = contact_problem(url)
     if problem is not None:
@@ -38,9 +37,9 @@ def reach(url: str, failed: str, remedy: str) -> None:
 
 
 def contact_problem(url: str) -> str | None:
-    """Return why the server of a URL cannot be reached; None if it can.
+    """Return why the server of a URL cannot be reached, or None.
 
-    None also for object stores and behind a proxy: then the first request tells.
+    It is not asked for object stores and behind a proxy: there the first request tells.
     """
     if url.startswith("hf://"):
         try:

@@ -10,9 +10,8 @@ from titanlite.data.rows import Rows
 class Document(NamedTuple):
     """Neighbouring tokens of one document in a row.
 
-    `source`: its name in a mixture, else that of the text. `name`: the document's number, from 0 in
-    the order of the files; of a stream its file and record. `file` and `record`, from 1: of streams
-    and of prepared text.
+    `source` is the text's name. `name` is the document's number, from 0 in file order; of a stream,
+    its file and record. `file` and `record`, from 1, are known for streams and prepared text.
     """
 
     source: str
@@ -23,9 +22,7 @@ class Document(NamedTuple):
 
 
 def documents_of(rows: Rows, index: int, source: str) -> list[Document]:
-    """Return the documents of row `index`, in its order; the last may have no token but the row's
-    last target. source: name of a single text.
-    """
+    """Return the documents of row `index`; the last may have only the row's last target."""
     source, text, number = rows.text_at(index, source)
     found: list[Document] = []
     left = rows.seq_len

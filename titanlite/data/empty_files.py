@@ -18,9 +18,9 @@ _known: set[str] = set()
 def watched(
     records: Iterator[Record], name: Path | str, is_shared: bool = False
 ) -> Iterator[Record]:
-    """Iterate over the records of a file from its first one on, and warn if none holds text.
+    """Iterate over the records of a file, and warn if none holds text.
 
-    name: for the warning. is_shared: all ranks read the file, and rank 0 warns alone.
+    With `is_shared` all ranks read the file, and rank 0 warns alone.
     """
     blank = 0
     for record in records:

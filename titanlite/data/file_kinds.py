@@ -25,7 +25,6 @@ class Kind(NamedTuple):
 
     @property
     def has_records(self) -> bool:
-        """Whether a file holds many documents."""
         return self.reader not in WHOLE
 
 
@@ -71,19 +70,20 @@ _DOCUMENTATION_IN_CAPITALS = re.compile(
 
 
 def kind_of_name(name: str) -> Kind | None:
-    """Return the kind that the name of a file stands for; None for other names."""
+    """Return the kind of text that the name of a file stands for."""
     found = _ENDING.search(name.lower())
     return _BY_SUFFIX[found[1]] if found else None
 
 
 def is_csv(name: str) -> bool:
-    """Return whether a file is CSV or TSV by its name, perhaps compressed."""
+    """Return whether the name is one of CSV or TSV, perhaps compressed."""
     return kind_of_name(name) is None and bool({"csv", "tsv"} & {*name.lower().split(".")[1:]})
 
 
 def is_hidden(path: str) -> bool:
-    """Return whether programs that read folders of data leave a file out, by its path below the
-    folder. Names of source code may begin with `_`, as `__init__.py`.
+    """Return whether readers of data folders leave a file out, by its path below the folder.
+
+    Names of source code may begin with `_`, as `__init__.py`.
     """
     parts = path.split("/")
     kind = kind_of_name(parts[-1])
@@ -92,7 +92,7 @@ def is_hidden(path: str) -> bool:
 
 
 def why_no_text(path: str) -> str | None:
-    """Return why a file is none of the text of a folder, by its path below it; None: it is text."""
+    """Return why a path below a folder is no text, or None if it is."""
     if is_hidden(path):
         return "hidden"
     name = path.rpartition("/")[2]

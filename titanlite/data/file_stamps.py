@@ -28,25 +28,19 @@ _UNKNOWN = "-"
 
 @dataclass(frozen=True)
 class FileStamps:
-    """The files of one text.
-
-    names: paths and URLs. stamps: of each, see `stamp_of`.
-    """
+    """Names (paths and URLs) of the files of one text, and their stamps."""
 
     names: tuple[str, ...]
     stamps: tuple[str, ...]
 
     def entries(self) -> list[str]:
-        """Return stamp and name, without folder, of each file, as checkpoints keep them."""
+        """Return each file's stamp and name without folder, as checkpoints keep them."""
         pairs = zip(self.stamps, self.names, strict=True)
         return [f"{stamp} {_base(name)}" for stamp, name in pairs]
 
 
 def stamp_of(size: object, tag: object = None, time: object = None) -> str:
-    """Return what is known of a file as one text without line ends.
-
-    tag: of its content. time: of its last change, a text or datetime.
-    """
+    """Return size, tag of the content and time of the last change as one line of text."""
     if isinstance(time, datetime):
         time = time.isoformat()
     known = (size, str(tag or "").removeprefix("W/"), time)
@@ -55,7 +49,7 @@ def stamp_of(size: object, tag: object = None, time: object = None) -> str:
 
 
 def local_stamps(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the stamps of local files; of those that cannot be asked, and of URLs, nothing."""
+    """Return the stamps of local files; those of URLs and unreadable files are empty."""
     found = []
     for name in names:
         stamp = stamp_of(None)
@@ -71,14 +65,14 @@ def local_stamps(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def record(rows: Rows) -> dict[str, Any]:
-    """Return the entry of the train state for a run's text; {}: nothing is known of its files."""
+    """Return the entry of the train state for a run's text; {} if nothing is known of its files."""
     return {source: {"files": stamps.entries()} for source, stamps in _texts(rows)}
 
 
 def difference(saved: Any, rows: Rows) -> str:
-    """Return which files were replaced since a checkpoint was written, in words; "": none.
+    """Return in words which files were replaced since a checkpoint; "" if none.
 
-    saved: what `record` returned then, or something else that a checkpoint holds. Files that may
+    `saved` is what `record` returned then, or anything else that a checkpoint holds. Files that may
     have been copied get a warning.
     """
     known = saved if isinstance(saved, Mapping) else {}
@@ -108,7 +102,6 @@ def difference(saved: Any, rows: Rows) -> str:
 
 
 def _change(then: Sequence[str], now: Sequence[str]) -> str:
-    """Return what two stamps differ in, of size and tag; "": nothing that both know."""
     for what, old, new in zip(("size", "tag"), then, now, strict=False):
         if _UNKNOWN not in (old, new) and old != new:
             return f"{what} ({old}, now {new})"

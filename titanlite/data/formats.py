@@ -49,15 +49,14 @@ def iter_rows(
     """Iterate over the records of an open file, in order.
 
     Args:
-        file: at its first byte; the caller closes it. Parquet and arrow files (not arrow streams)
-            need `seek`.
+        file: at its first byte; the caller closes it. Parquet and arrow files need `seek`.
         name: path or URL, for errors and records.
         kind: "auto" looks at the content. "text" and "source" are one document per file.
         start: rows to skip: to continue after a record, give its `number`. Lines are skipped
             unparsed, row groups of parquet unread.
 
-    Raises DataError with file and line or row for content that cannot be read. It may be damaged,
-    truncated, of another kind, or without such a string. A missing package raises it too.
+    Raises DataError with file and line or row for content that cannot be read, or if a package is
+    missing.
     """
     columns = columns or Columns()
     unit = "line"
@@ -107,9 +106,7 @@ def read_file(
     start: int = 0,
     patience: float = 0.0,
 ) -> Iterator[Record]:
-    """Iterate over the records of a local file or a URL, see `iter_rows` and, for `patience`,
-    `remote.retried`.
-    """
+    """Iterate over the records of a local file or URL, see `iter_rows` and `remote.retried`."""
     try:
         file = _open(str(name), patience)
     except OSError as error:
@@ -128,19 +125,13 @@ def _open(name: str, patience: float) -> BinaryIO:
 
 
 def plain_kind(file: BinaryIO, name: str) -> Format | None:
-    """Return the kind of an open file; None for one that is compressed.
-
-    Raises DataError as `iter_rows` does.
-    """
+    """Return the kind of an open file; None if it is compressed. Raises DataError."""
     head = file.read(_HEAD)
     return None if is_compressed(head) else _kind_of(head, name)
 
 
 def _kind_of(head: bytes, name: str) -> Format:
-    """Return the kind of a file by its first bytes.
-
-    The name decides only where these are plain text.
-    """
+    """Return the kind by the first bytes; only for plain text does the name decide."""
     for magic, kind in _MAGIC.items():
         if head.startswith(magic):
             return kind
@@ -166,10 +157,9 @@ def _kind_of(head: bytes, name: str) -> Format:
 def json_lines(
     content: BinaryIO, name: Path | str, start: int = 0, unit: str = "record", most: int = _LONGEST
 ) -> Iterator[tuple[int, str, Any]]:
-    """Yield the number of each line that holds something, file and line in words, and its JSON.
+    """Yield the number of each line that is not blank, its place in words, and its JSON.
 
-    start: lines to skip. unit: what a line holds. most: bytes of the longest line. Raises DataError
-    with the line.
+    `start` lines are skipped. Raises DataError naming the line, also if it has over `most` bytes.
     """
     lines = iter(partial(content.readline, most + 1), b"")
     for number, line in enumerate(itertools.islice(lines, start, None), start + 1):

@@ -16,11 +16,9 @@ _HASH_BITS = 128
 
 
 def batch_hash(batches: Iterable[Batch]) -> str:
-    """Return the hex digest of the sequences in `batches`, in any order and split into any
-    micro-batches.
+    """Return the hex digest of the sequences in `batches`, in any order and any micro-batches.
 
-    It is the sum of the rows' digests. So `add_hashes` of all ranks' digests gives that of the
-    global batch, on any number of ranks.
+    It is the sum of the rows' digests, so `add_hashes` of all ranks gives that of the global batch.
     """
     total = 0
     for batch in batches:
@@ -41,10 +39,9 @@ def step_hash(
     dp_degree: int = 1,
     skip: Iterable[Range] = (),
 ) -> str | None:
-    """Return the `batch_hash` of the step of the next `size` sequences from `first`, or a
-    data-parallel rank's share.
+    """Return a rank's share of the `batch_hash` of the next `size` sequences from `first`.
 
-    None if the data end before that step. `add_hashes` joins shares.
+    It is None if the data end before. `add_hashes` joins shares.
     """
     total = dataset.total_sequences
     sequences = skip_ranges.take(first, size, skip_ranges.merged(skip))

@@ -43,10 +43,9 @@ _T = TypeVar("_T")
 class StreamText:
     """The files of a stream, and how their documents become rows.
 
-    encode: tokenizes a record. description: of tokenizer and encoding, for the fingerprint. seed,
-    shuffle: of the order of shards and documents. buffer: documents that are mixed together, over
-    all lanes. mask_documents: rows tell the document of each token. best_fit: documents are fitted
-    whole into rows, those of a block together (see `titanlite.data.best_fit`).
+    `encode` tokenizes a record; `description` of tokenizer and encoding is for the fingerprint.
+    `buffer` counts the documents that are mixed together, over all lanes. With `best_fit` documents
+    of a block are fitted whole into rows (see `titanlite.data.best_fit`).
     """
 
     shards: TextFiles
@@ -75,17 +74,14 @@ class Place(NamedTuple):
 
 
 class ServedRow(NamedTuple):
-    """A row, and its documents, see `Rows.documents_in`."""
+    """A row, and its documents as of `Rows.documents_in`."""
 
     row: Row
     documents: list[tuple[str, int]]
 
 
 class _Document(NamedTuple):
-    """A document of a block, tokenized.
-
-    `targets`: whether each token is a target. `name`: file and number of its record.
-    """
+    """A document of a block, tokenized, with the file and number of its record as `name`."""
 
     ids: Ids
     targets: Mask
@@ -94,7 +90,7 @@ class _Document(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """A lane's share of a shard: the rows whose number is `part` modulo `parts`."""
+    """The rows of a shard whose number is `part` modulo `parts`."""
 
     shard: int
     part: int
@@ -102,17 +98,12 @@ class _Share(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Documents that are mixed together, and the place of the first."""
-
     place: Place
     records: list[Record]
 
 
 class _Ahead(Generic[_T]):
-    """Takes items of an iterator, while a thread prepares the next one.
-
-    Without a pool each item is prepared when it is taken.
-    """
+    """Takes items of an iterator, while the pool, if any, prepares the next one."""
 
     def __init__(self, items: Iterator[_T], pool: Pool | None) -> None:
         self._items = items
@@ -120,7 +111,7 @@ class _Ahead(Generic[_T]):
         self._wait = self._start()
 
     def take(self) -> _T:
-        """Return the next item. Raises the error that comes in its place."""
+        """Return the next item, or raise the error that comes in its place."""
         item = self._wait()
         self._wait = self._start()
         return item
@@ -135,8 +126,8 @@ class _Ahead(Generic[_T]):
 class LaneReader:
     """Reads the documents of lane `number` of `lanes`.
 
-    readers: threads that read. encoders: threads that tokenize; None: the one that asks does it.
-    The generators run in these threads, one call at a time.
+    Threads of `readers` read; those of `encoders`, or the caller for None, tokenize. Generators run
+    in these threads, one call at a time.
     """
 
     text: StreamText
@@ -154,7 +145,7 @@ class LaneReader:
         )
 
     def documents(self, start: Place) -> Iterator[list[_Document]]:
-        """Yield documents in order, tokenized, some at a time; and [] at the end of a block."""
+        """Yield tokenized documents in order, some at a time, and [] at the end of a block."""
         blocks = _Ahead(self._blocks(start), self.readers)
         first = start.document
         while True:
@@ -205,7 +196,7 @@ class LaneReader:
             has_records = False
 
     def _blocks_of_shard(self, share: _Share, start: Place) -> Iterator[_Block]:
-        """Yield the blocks of a shard. Raises StateError for a place behind its end."""
+        """Raises StateError for a place behind the shard's end."""
         text = self.text
         size = _UNMIXED_BLOCK
         if text.shuffle:
@@ -255,7 +246,6 @@ class Lane:
         self._rows = rows_from(reader, start)
 
     def next_row(self) -> ServedRow:
-        """Return the next row."""
         self.passed.append((self.count, self.place))
         row, self.place = next(self._rows)
         self.count += 1
@@ -263,8 +253,9 @@ class Lane:
 
 
 def _split_rows(reader: LaneReader, start: Place) -> Iterator[tuple[ServedRow, Place]]:
-    """Yield the tokens of a lane, cut into rows, and the place after each. The last target of a row
-    begins the next one.
+    """Cut a lane's tokens into rows, and yield each with the place after it.
+
+    The last target of a row begins the next one.
     """
     text = reader.text
     chunks = _Ahead(reader.documents(start), reader.encoders)
@@ -304,7 +295,8 @@ def _split_rows(reader: LaneReader, start: Place) -> Iterator[tuple[ServedRow, P
 
 
 def _packed_rows(reader: LaneReader, start: Place) -> Iterator[tuple[ServedRow, Place]]:
-    """Yield rows of whole documents, those of each block fitted together, and the place after each.
+    """Fit the documents of each block into rows, and yield each with the place after it.
+
     `Place.document` counts the rows of a block.
     """
     blocks = _Ahead(_packed_blocks(reader, start), reader.encoders)

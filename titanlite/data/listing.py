@@ -19,10 +19,7 @@ _SHOWN = 3
 
 
 class UnclearTextError(DataError):
-    """Several files of a folder could be meant, or none is of the split that is asked for.
-
-    `key`, `reason`, `lines`: the parts of the message.
-    """
+    """Several files of a folder could be meant, or none is of the wanted split."""
 
     def __init__(self, key: str, reason: str, lines: Sequence[str] = ()) -> None:
         self.key, self.reason, self.lines = key, reason, tuple(lines)
@@ -32,9 +29,9 @@ class UnclearTextError(DataError):
 class FoundFile(NamedTuple):
     """A file of a folder.
 
-    `name`: path or URL. `relative`: its path below the folder, with slashes. `size`: bytes; None:
-    not known. `stamp`: what a store tells of it, see `titanlite.data.file_stamps`. `stated_kind`:
-    its kind in words, where no kind of text is meant.
+    `relative` is its path below the folder, with slashes. `size` is in bytes. `stamp` is what a
+    store tells of it, see `titanlite.data.file_stamps`. `stated_kind` says its kind, if that is no
+    text.
     """
 
     name: str
@@ -60,7 +57,6 @@ class FoundFile(NamedTuple):
 
     @property
     def is_source(self) -> bool:
-        """Whether its name tells source code."""
         return self.kind is not None and self.kind.reader == "source"
 
     @property
@@ -91,7 +87,7 @@ class Listing:
     stamps: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """Return what was found, and what was passed over and why, in words."""
+        """Return in words what was found, and what was passed over and why."""
         kinds = [f"{counted(count, 'files')} of {name}" for name, count in self.kinds.items()]
         text = ", ".join(kinds)
         if self.size is not None:
@@ -104,9 +100,7 @@ class Listing:
         return text
 
     def warning(self) -> str | None:
-        """Return what is wrong with a pattern that finds files of several splits; None
-        otherwise.
-        """
+        """Return the warning for a pattern that finds files of several splits."""
         if not self.mixed_splits:
             return None
         splits = self.mixed_splits.items()
@@ -118,8 +112,7 @@ class Listing:
 class Place:
     """A folder, file or pattern as the config names it.
 
-    path: as written. key: of the config, or SOURCE of a command. split, reader: those that are
-    asked for.
+    `key` is that of the config, or SOURCE of a command. `split` and `reader` are the wanted ones.
     """
 
     path: str
@@ -128,7 +121,7 @@ class Place:
     reader: Format = "auto"
 
     def key_of(self, field: Literal["split", "format"]) -> str:
-        """Return the key, or the flag of a command, that chooses a split or a format."""
+        """Return the key, or a command's flag, that chooses a split or format."""
         table = self.key.rpartition(".")[0]
         if not table:
             return f"--{field}"

@@ -95,8 +95,8 @@ class TrainLoader:
         dataset: sequences by global index.
         global_batch_size: sequences per step over all ranks.
         micro_batch_size: sequences per micro-batch and rank.
-        rank: this process among the ranks that read different data, 0 … dp_degree - 1.
-        dp_degree: number of those ranks; times micro_batch_size it must divide the global batch.
+        rank: this process among the dp_degree ranks that read different data.
+        dp_degree: times micro_batch_size it must divide the global batch.
         skip: ranges of sequences that are not served, see `titanlite.data.skip_ranges`.
     """
 
@@ -126,7 +126,7 @@ class TrainLoader:
         self._skipped_before: tuple[Range, ...] = ()
 
     def follow(self, course: Course) -> None:
-        """Take steps of these sizes from now on. Without it all have the global batch."""
+        """Take steps of these sizes from now on; without it all have the global batch."""
         at_once = self.micro_batch_size * self.dp_degree
         for _, size in course.legs:
             if size.sequences % at_once:
@@ -165,9 +165,9 @@ class TrainLoader:
     def next_step(self) -> list[Batch]:
         """Return this rank's micro-batches of [micro_batch_size, seq_len] each, on the CPU.
 
-        In a phase of shorter sequences they are the pieces of this rank's rows, in order. Finite
-        data fill up their last step with sequences without targets, the same on any number
-        of ranks. After that step all ranks raise EndOfData.
+        In a phase of shorter sequences they are the pieces of this rank's rows, in order. Sequences
+        without targets fill up the last step of finite data, the same on any number of ranks. After
+        it all ranks raise EndOfData.
         """
         if self.steps_left == 0:
             raise EndOfData(
@@ -193,9 +193,8 @@ class TrainLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the state to resume from: sequences below `next_sequence` were served.
 
-        `left_out`, if there are any: the ranges below it that were skipped. `rows`: the state of
-        the sequences, if they have one: this rank's part, see `gather_state`. The rest is the same
-        on every rank.
+        `left_out` has the skipped ranges below it. `rows` is this rank's part of the sequences'
+        state, see `gather_state`; the rest is the same on every rank.
         """
         past = skip_ranges.before(self.position, self.skip)
         ours = skip_ranges.without(past, [(0, self._loaded)])
@@ -211,12 +210,10 @@ class TrainLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`, also of another number of ranks.
 
-        Raises StateError if it is not a loader's state.
+        Ranges of this loader before the position have no effect: see `skip_ranges.served_already`.
+        `phases` in the state changes a mixture's shares from here on, `course` the sizes of steps.
 
-        Ranges of this loader that lie before the position have no effect: see
-        `skip_ranges.served_already`.
-        `phases` in the state, if it is there: where the shares of a mixture change from here on.
-        `course`: the sizes of the steps from here on.
+        Raises StateError if it is not a loader's state.
         """
         check_loader(state)
         position = state["next_sequence"]

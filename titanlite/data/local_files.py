@@ -17,7 +17,7 @@ from titanlite.data.listing import FoundFile, Listing, Place
 
 
 def list_text(place: Place) -> Listing:
-    """Return the text of a path: the file, the files of a pattern, or those of the folder.
+    """Return the text of a file, pattern or folder.
 
     Raises DataError, naming the config's key, if there is none or a folder leaves open which files
     are meant.
@@ -71,7 +71,7 @@ def _files_of(folder: Path) -> Iterator[FoundFile]:
 
 
 def all_files(path: Path) -> Iterator[Path]:
-    """Yield the files of a folder and of all subfolders, also behind links; of each folder once.
+    """Yield the files of a folder and all subfolders, also behind links, each folder once.
 
     Folders whose names begin with a dot are left out.
     """

@@ -19,7 +19,7 @@ ORDER = "windows of the stream of tokens, order 1"
 
 
 class SourceSpan(NamedTuple):
-    """Neighbouring documents of a part that are from one source."""
+    """Neighbouring documents of a part from one source."""
 
     #: Of the text.
     file: str
@@ -30,11 +30,10 @@ class SourceSpan(NamedTuple):
 
 @dataclass
 class Part(DocumentArray):
-    """A file of `size` tokens; of a prepared folder, if no subclass says otherwise.
+    """A file of `size` tokens, of a prepared folder unless a subclass says otherwise.
 
-    `tokens`: [size], plain arrays over the maps, as slices of a memmap are slower. `offsets`:
-    [documents + 1]. `first_byte`: of the first token. `sources`: in order; () where they are not
-    known. `remedy`: what else to do about an id that is too high, a clause.
+    `tokens` [size] are plain arrays over the maps, as slices of a memmap are slower. `offsets` are
+    [documents + 1]. `remedy` is a clause for the error about an id that is too high.
     """
 
     file: Path
@@ -63,9 +62,7 @@ class Part(DocumentArray):
         return map_array(file, "<i8", file.stat().st_size // 8)
 
     def check_offsets(self) -> None:
-        """Raise DataError where documents do not follow each other, see
-        `titanlite.data.token_integrity`.
-        """
+        """Raise DataError unless documents follow each other."""
         check_offsets(self.file.with_suffix(".offsets"), self.find_offsets(), self.size)
 
     @cached_property

@@ -52,9 +52,7 @@ def _by_number(key: str, sources: list[DataSource]) -> dict[str, DataSource]:
 
 
 def key_of(section: str, field: Literal["name", "path"] = "name") -> str:
-    """Return the key of a text's name or path: of `data.source[0]`, or of `training` and
-    `validation`.
-    """
+    """Return the key of the name or path of a text, by its section."""
     if section.endswith("]"):
         return f"{section}.{field}"
     return f"{section}.dataset_path" if field == "path" else f"{section}.dataset"

@@ -19,7 +19,7 @@ from titanlite.data.step_sizes import FRESH, Course, Leg, Progress, StepSize
 
 
 class _Begin(NamedTuple):
-    """A phase that begins with `step`. done: the progress before that step."""
+    """A phase, its first step, and the progress before that step."""
 
     step: int
     phase: DataPhase
@@ -31,8 +31,8 @@ class _Begin(NamedTuple):
 class Phases:
     """The phases of a run.
 
-    first: the shares before any phase, by name of the source. global_batch, tokens_per_step: of the
-    steps before any phase, over all ranks. skip: ranges of sequences that are not served.
+    `first` has the shares before any phase by source. `global_batch` and `tokens_per_step` are
+    those before any phase, over all ranks. `skip` has the sequences that are not served.
     """
 
     phases: Sequence[DataPhase]
@@ -42,11 +42,11 @@ class Phases:
     skip: tuple[Range, ...] = ()
 
     def rates(self, done: Progress = FRESH) -> tuple[tuple[int, float], ...]:
-        """Return first step and factor of the learning rate of each phase, in order."""
+        """Return first step and learning rate factor of each phase, in order."""
         return tuple((begin.step, begin.phase.lr_factor) for begin in self._begins(done))
 
     def peaks(self, done: Progress = FRESH) -> tuple[tuple[int, float], ...]:
-        """Return first step and peak of the learning rate of each phase that has one, in order."""
+        """Return first step and peak learning rate of each phase that has one, in order."""
         found = []
         for begin in self._begins(done):
             if begin.phase.lr is not None:
@@ -54,9 +54,7 @@ class Phases:
         return tuple(found)
 
     def shares(self, done: Progress = FRESH) -> dict[int, Mapping[str, float]]:
-        """Return shares of the sources by the first sequence of them; those of sequence 0 hold at
-        `done`.
-        """
+        """Return the sources' shares by first sequence; those of sequence 0 hold at `done`."""
         found: dict[int, Mapping[str, float]] = {0: self.first}
         for begin in self._begins(done):
             if begin.phase.weights:
@@ -78,9 +76,10 @@ class Phases:
         return Course(tuple(legs))
 
     def batch_difference(self, saved: object, step: int, train: Mapping[str, Any]) -> str:
-        """Return how the sequences of a checkpoint's step differ from this run's; "": they do not.
+        """Return how the sequences of a checkpoint's step differ from this run's; "" if they do
+        not.
 
-        train: the train state after the step.
+        `train` is the train state after the step.
         """
         wanted = self.expected_batch(step, train)
         if saved == wanted:
@@ -88,9 +87,9 @@ class Phases:
         return f"{saved} there, {wanted} here (by training.global_batch_size and data.phase)"
 
     def expected_batch(self, step: int, train: Mapping[str, Any]) -> int:
-        """Return the sequences that a step has in this run. train: the train state after it.
+        """Return the sequences of a step in this run, by the train state after it.
 
-        It may leave two sizes open. Then it is the saved one.
+        If that leaves two sizes open, it is the saved one.
         """
         tokens = train.get("tokens_seen")
         saved = train.get("global_batch")
@@ -112,7 +111,7 @@ class Phases:
 
     @property
     def row_len(self) -> int:
-        """Tokens of a row of the data order: those of the longest sequence of the run."""
+        """Tokens of a row of the data order: those of the run's longest sequence."""
         lengths = [phase.seq_len for phase in self.phases if phase.seq_len is not None]
         return max([self._first_len, *lengths])
 
@@ -147,7 +146,6 @@ class Phases:
         return found
 
     def _walk(self, done: Progress, steps: int, size: StepSize) -> Progress:
-        """Return the progress when `steps` steps are done, the next ones of this size."""
         ahead = steps - done.steps
         tokens = done.tokens + ahead * size.tokens
         return Progress(

@@ -69,22 +69,18 @@ class _Ahead:
         self.items: deque[Future[_Step]] = deque(self._submit() for _ in range(depth))
 
     def error(self, number: int) -> BaseException | None:
-        """Wait for item `number` of those ahead; return the error that comes in its place or
-        before.
-        """
+        """Wait for item `number` of those ahead, and return the error in its place or before."""
         return self.items[number].exception()
 
     def take(self) -> _Step:
-        """Wait for the next item. Raises the error of `make` in its place."""
+        """Wait for the next item, or raise the error of `make` in its place."""
         item = self.items[0].result()
         self.items.popleft()
         self.items.append(self._submit())
         return item
 
     def stop(self, patience: float) -> bool:
-        """End the thread; return False if it does not end in `patience` seconds because `make` does
-        not return.
-        """
+        """End the thread; return False if `make` does not return in `patience` seconds."""
         return self._pool.stop(patience)
 
 
@@ -106,11 +102,11 @@ class Prefetcher:
     meanwhile. After `close` the loader is at the last step handed out, and the prefetcher may be
     used again.
 
-    Args: loader: the source of the steps. depth: steps kept ready; 0: no thread, each step is
-    prepared when it is needed. pin: batches in page-locked memory, from which copies to a GPU do
-    not wait. Without CUDA it has no effect. reserve: steps that are handed out only when no more
-    can be prepared. `on_failure` is called before the first of them, with the error that comes
-    after them. It is time to ask all ranks to stop, and to save.
+    Args:
+        depth: steps kept ready; 0 prepares each step in the caller when it is needed.
+        pin: puts batches in page-locked memory, from which copies to a GPU do not wait.
+        reserve: steps that are handed out only when no more can be prepared. `on_failure` gets the
+            error before the first of them: all ranks can be asked to stop and save.
     """
 
     def __init__(
@@ -134,7 +130,7 @@ class Prefetcher:
 
     @property
     def steps_left(self) -> int | None:
-        """Steps until EndOfData, counted from the last one handed out; None without an end."""
+        """Steps until EndOfData, from the last one handed out; None without an end."""
         if self._last is None:
             return self.loader.steps_left
         return self._last[1]
@@ -168,10 +164,7 @@ class Prefetcher:
         return dict(self._last[0])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state` and drop prepared steps.
-
-        Raises the errors of `loader.load_state_dict`.
-        """
+        """Continue from `state` and drop prepared steps. Raises the errors of the loader's."""
         self.close(_LONG_PATIENCE)
         if self._ahead is not None:
             raise RuntimeError(
@@ -182,7 +175,7 @@ class Prefetcher:
     def close(self, patience: float = _PATIENCE) -> None:
         """End the thread and set the loader to the last step handed out.
 
-        A loader that does not return from a step within seconds is left alone, with a warning.
+        A loader that does not return in `patience` seconds is left alone, with a warning.
         """
         if self._ahead is None:
             return

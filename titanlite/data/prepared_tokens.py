@@ -31,7 +31,7 @@ SUFFIXES = ("tokens", "offsets", "targets")
 def read_index(folder: Path) -> dict[str, Any]:
     """Return the content of a prepared folder's index.
 
-    Raises DataError for a folder without one, or a damaged one.
+    Raises DataError if it is missing or damaged.
     """
     file = folder / INDEX
     try:
@@ -64,9 +64,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def fingerprint_of(index: Mapping[str, Any]) -> str:
-    """Return the hex digest of a folder's content: tokens, documents, targets and tokenizer; not of
-    its sources.
-    """
+    """Return the hex digest of a folder's tokens, documents, targets and tokenizer."""
     names = ("tokens", "documents", "checksums")
     parts = [[part[name] for name in names] for part in index["parts"]]
     decisive = [ORDER, index["dtype"], index["tokenizer"], parts]
@@ -82,7 +80,7 @@ def checksum_of(index: Mapping[str, Any]) -> str:
 def part_of(folder: Path, index: Mapping[str, Any], record: Mapping[str, Any]) -> Part:
     """Return a part of a prepared folder from its record in the index.
 
-    Raises DataError for a record or sizes that do not fit, OSError for files that are not there.
+    Raises DataError for a record or sizes that do not fit, OSError for missing files.
     """
     dtype = np.dtype(index["dtype"])
     try:
@@ -106,9 +104,6 @@ def part_of(folder: Path, index: Mapping[str, Any], record: Mapping[str, Any]) -
 
 
 def hashes_of(folder: Path, record: Mapping[str, Any], records: Path | None = None) -> PartHashes:
-    """Return the hashes of a part's files.
-
-    records: folder of the records of whole parts.
-    """
+    """Return the hashes of a part's files; `records` is the folder of records of whole parts."""
     hashes = record["checksums"].items()
     return PartHashes({folder / f"{record['name']}.{end}": one for end, one in hashes}, records)

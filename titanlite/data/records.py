@@ -17,9 +17,7 @@ _SHOWN = 160
 
 
 class Record(NamedTuple):
-    """One document and its place: `number` counts a file's lines or rows, or a function's
-    documents, from 1.
-    """
+    """One document, and its number from 1 among a file's rows or a function's documents."""
 
     #: The file or its URL; of a function its dotted path.
     file: Path | str
@@ -47,16 +45,16 @@ class Columns(NamedTuple):
 
     @property
     def decisive(self) -> list[Any]:
-        """What decides the text of a record, besides the fields that are wanted."""
+        """What decides the text of a record, besides the wanted fields."""
         return [*(self.chat or ())]
 
     @property
     def has_masks(self) -> bool:
-        """Whether not every token is a target."""
+        """Whether some tokens are no targets."""
         return self.prompt is not None or self.chat is not None
 
     def remedy(self, column: str) -> str:
-        """Return what to do where a record has no such field."""
+        """Return what to do if a record has no such field."""
         key = "text_key" if self.prompt is None else "completion_key"
         if self.chat:
             key = "messages_key"
@@ -65,7 +63,7 @@ class Columns(NamedTuple):
         return f"name the field by {self.section}.{key}"
 
     def check(self, names: Collection[str], where: str) -> None:
-        """Raise DataError where a table has not all columns. names: of its columns."""
+        """Raise DataError unless the `names` of a table's columns include all that are read."""
         for column in self.wanted:
             if column not in names:
                 raise DataError(
@@ -110,14 +108,14 @@ def strings_of(record: object, columns: Columns, where: str) -> list[Any]:
 
 
 def are_turns(value: object, keys: Collection[str]) -> bool:
-    """Return whether a value is a list of tables, each with a value for all of these keys."""
+    """Return whether a value is a list of tables that all have these keys."""
     if not isinstance(value, list):
         return False
     return all(isinstance(one, dict) and all(map(one.get, keys)) for one in value)
 
 
 def cut(value: object) -> str:
-    """Return a value as JSON shows it, for an error; a long one ends with an ellipsis."""
+    """Return a value as JSON for an error, a long one with an ellipsis."""
     if isinstance(value, bytes):
         value = value.decode(errors="replace")
     text = json.dumps(value, ensure_ascii=False, default=str)
@@ -129,10 +127,9 @@ def cut(value: object) -> str:
 
 
 def refuse_surrogates(value: Any, field: str, where: str) -> None:
-    r"""Raise DataError for a text that holds a lone surrogate, such as JSON's "\ud83d" alone.
+    r"""Raise DataError for a lone surrogate, such as JSON's "\ud83d" alone, in nested strings.
 
-    A tokenizer would put U+FFFD in its place. value: a string, or lists and tables that hold some.
-    field: its name. where: file and line.
+    A tokenizer would put U+FFFD in its place.
     """
     for path, text in _strings(value, field):
         try:
@@ -146,7 +143,7 @@ def refuse_surrogates(value: Any, field: str, where: str) -> None:
 
 
 def _strings(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Iterate over the strings of a value, each with its path, as messages[0].content."""
+    """Iterate over the strings of a value with their paths, such as messages[0].content."""
     # No function that calls itself: JSON may be nested deeply.
     left = [(path, value)]
     while left:

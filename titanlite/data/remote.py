@@ -38,7 +38,7 @@ Identity = tuple[int | None, str | None, str | None]
 
 
 def open_file(name: str, patience: float = 0.0) -> io.BufferedReader[Any]:
-    """Open a URL for reading. Reads raise DataError alone, see `retried` for `patience`."""
+    """Open a URL for reading. Reads raise only DataError; see `retried` for `patience`."""
     check_url("a file of the text", name)
     return io.BufferedReader(RemoteReader(name, patience), _MOST)
 
@@ -46,8 +46,7 @@ def open_file(name: str, patience: float = 0.0) -> io.BufferedReader[Any]:
 def check_url(key: str, url: str) -> None:
     """Raise DataError for a URL that cannot be opened as it is written.
 
-    Its secret is hidden, as in a config that a run or a checkpoint keeps. Or it has a login and is
-    of a store.
+    Its secret is hidden, as in a config kept by a run, or it has a login for a store.
     """
     if is_hidden(url):
         raise DataError(
@@ -68,12 +67,9 @@ def words(error: BaseException) -> str:
 
 
 def url_to_fs(url: str, **options: Any) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path in it.
+    """Return the file system of a URL, and the path in it. HTTP uses the environment's proxy.
 
-    HTTP goes by the proxy of the environment, as all else does.
-
-    Raises MissingPackageError where the store needs a package that is not installed, and DataError
-    for a chain of URLs.
+    Raises MissingPackageError if the store needs one, and DataError for a chain of URLs.
     """
     from fsspec import core
 
@@ -90,12 +86,10 @@ def url_to_fs(url: str, **options: Any) -> tuple[Any, str]:
 
 
 def retried(call: Callable[[], T], failed: str, patience: float) -> T:
-    """Return the result of `call`, which asks a remote source; where it raises, wait and call it
-    again.
+    """Return the result of `call`, which is called again after errors of a remote source.
 
-    It waits as long as the server asks. Otherwise each wait is twice the one before, with jitter.
-    Raises DataError that begins with `failed`: at once if another try cannot help (no such file, no
-    right to read it). Otherwise it waits `patience` seconds for the source first.
+    Waits are as long as the server asks, else double each time, with jitter. Raises DataError that
+    begins with `failed`: at once if another try cannot help, else after `patience` seconds.
     """
     tries = 0
     began = 0.0
@@ -127,7 +121,7 @@ def _is_final(reason: BaseException) -> bool:
 
 
 def _wait_after(reason: BaseException, tries: int) -> float:
-    """Return the seconds to wait: those that the server asks for, else twice as many each time."""
+    """Return seconds: those that the server asks for, else twice as many each time."""
     response = getattr(reason, "response", None)
     headers = getattr(response, "headers", None) or getattr(reason, "headers", None) or {}
     asked = str(headers.get("Retry-After", ""))
@@ -138,9 +132,8 @@ def _wait_after(reason: BaseException, tries: int) -> float:
 
 
 def _reason(error: Exception) -> BaseException:
-    """Return the real error of a server.
-
-    When fsspec opens a file of HTTP, it turns every error into "no such file".
+    """Return a server's real error: fsspec turns every error of opening HTTP into "no such
+    file".
     """
     cause = error.__cause__
     if cause is not None and type(cause).__module__.startswith(("aiohttp", "botocore")):
@@ -149,9 +142,7 @@ def _reason(error: Exception) -> BaseException:
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status in an error of huggingface_hub, aiohttp or botocore; None if there is
-    none.
-    """
+    """Return the HTTP status in an error of huggingface_hub, aiohttp or botocore."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -159,7 +150,7 @@ def _status(error: BaseException) -> int | None:
 
 
 class _Checked:
-    """A session of aiohttp that hands size and headers of each answer with bytes of a file on."""
+    """A session of aiohttp that hands on size and headers of each answer with bytes of a file."""
 
     def __init__(
         self, session: Any, check: Callable[[int | None, Mapping[str, Any]], None]
@@ -176,10 +167,9 @@ class _Checked:
 
 
 class RemoteReader(io.RawIOBase):
-    """A file behind a URL, from any byte on.
+    """A file behind a URL, from any byte on, reopened after a failure.
 
-    After a failure it is opened again. Raises DataError where an answer is of another file than the
-    first one.
+    Raises DataError if an answer is of another file than the first one.
     """
 
     def __init__(self, name: str, patience: float) -> None:
@@ -215,9 +205,7 @@ class RemoteReader(io.RawIOBase):
             self._file.session = _Checked(self._file.session, self._check)
 
     def _check(self, size: int | None, about: Mapping[str, Any]) -> None:
-        """Note what tells the file from others, or compare it. about: fsspec's or HTTP's
-        headers.
-        """
+        """Note what identifies the file, or compare it; `about` has headers of fsspec or HTTP."""
         tag = str(about.get("ETag") or "").removeprefix("W/") or None
         found = size, tag, str(about.get("Last-Modified") or "") or None
         self.identity = self.identity or found
@@ -228,9 +216,7 @@ class RemoteReader(io.RawIOBase):
                 )
 
     def _timeouts(self) -> dict[str, Any]:
-        """Return options of fsspec's HTTP: a large file may take long, and a server that says
-        nothing may not.
-        """
+        """Return fsspec's HTTP options: a large file may take long, a silent server may not."""
         try:
             import aiohttp
         except ImportError as error:

@@ -23,16 +23,15 @@ IGNORE = -100
 
 
 def max_documents(seq_len: int) -> int:
-    """Return the most documents of a row that attention keeps apart on GPUs, padding included."""
+    """Return the most documents of a row that attention on GPUs keeps apart, padding included."""
     return max(64, seq_len // 64)
 
 
 class Row(NamedTuple):
-    """One sequence.
+    """One sequence of `tokens` and `labels`, [seq_len] int64 each.
 
-    `tokens`: [seq_len] int64. `labels`: [seq_len] int64, shifted by one, `IGNORE` where there is no
-    target. `documents`: [seq_len] int32, the number of each token's document within the row, from
-    0. None: attention does not stop at documents.
+    Labels are shifted by one, `IGNORE` without a target. `documents` [seq_len] int32 number each
+    token's document in the row, from 0; None if attention does not stop at documents.
     """
 
     tokens: NDArray[np.int64]
@@ -41,7 +40,7 @@ class Row(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Tokens of a row, and where there is one the target of the last of them."""
+    """Tokens of a row, and the target of the last of them if there is one."""
 
     ids: NDArray[Any]
     #: Where the loss counts a token; None: everywhere.
@@ -53,8 +52,7 @@ class Window(NamedTuple):
 def make_row(windows: Iterable[Window], seq_len: int, pad_id: int, mask_documents: bool) -> Row:
     """Return a row of windows side by side, filled up with padding.
 
-    A token predicts the next one of its window; with `mask_documents` only the next one of its
-    document.
+    A token predicts the next one of its window; with `mask_documents` only within its document.
     """
     tokens = np.full(seq_len, pad_id, dtype=np.int64)
     labels = np.full(seq_len, IGNORE, dtype=np.int64)
@@ -80,7 +78,7 @@ def make_row(windows: Iterable[Window], seq_len: int, pad_id: int, mask_document
 
 
 class FilePlace(NamedTuple):
-    """Where a document is from: a file, and the number of the record there, from 1."""
+    """Where a document is from: a file, and the record's number there, from 1."""
 
     file: str
     record: int
@@ -89,8 +87,8 @@ class FilePlace(NamedTuple):
 class Rows(ABC):
     """The sequences of a run in one global order, which does not depend on the number of ranks.
 
-    `settings` and `fingerprint` (a hex digest of the text) decide row i. What one kind of text
-    alone has is None here.
+    `settings` and `fingerprint` (a hex digest of the text) decide row i. Attributes of other kinds
+    of text are None.
     """
 
     seq_len: int
@@ -122,21 +120,21 @@ class Rows(ABC):
 
     @property
     def tokens_per_epoch(self) -> int | None:
-        """Tokens of one pass; None if they are not known."""
+        """Tokens of one pass, if known."""
         return None
 
     @property
     def sequences_per_epoch(self) -> int | None:
-        """Rows of one pass; None if they are not known."""
+        """Rows of one pass, if known."""
         return None
 
     @property
     def shares(self) -> dict[str, float]:
-        """The shares of the rows at the start, by name of the source; {} for a single text."""
+        """Shares of the rows at the start, by source; {} for a single text."""
         return {}
 
     def texts(self, name: str = "") -> dict[str, Rows]:
-        """Return the texts of these rows by name. name: of a single text, here and below."""
+        """Return the texts by name; here and below `name` is that of a single text."""
         return {name: self}
 
     def text_at(self, index: int, name: str = "") -> tuple[str, Rows, int]:
@@ -144,11 +142,11 @@ class Rows(ABC):
         return name, self, index
 
     def served(self, index: int, name: str = "") -> dict[str, int]:
-        """Return by name of the text how many rows before `index` are of each."""
+        """Return how many rows before `index` each text has, by name."""
         return {name: index}
 
     def check_length(self, course: Course, steps: int) -> None:
-        """Raise DataError where the rows end before a run of so many steps."""
+        """Raise DataError if the rows end before a run of so many steps."""
         # A single text that has an end sets the length itself.
         return
 
@@ -166,23 +164,22 @@ class Rows(ABC):
 
     @abstractmethod
     def documents_in(self, index: int) -> Sequence[tuple[Any, int]]:
-        """Return what names each document of row `index`, and its tokens there; the row's last
-        target counts too.
+        """Return what names each document of row `index`, and its tokens, the last target
+        included.
         """
 
     def place_of(self, document: Any) -> FilePlace | None:
-        """Return where a document of `documents_in` is from; None where that is not kept."""
+        """Return where a document of `documents_in` is from, if that is kept."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank must know, besides the number of the next row, to continue.
+        """Return what this rank must know, besides the next row's number, to continue.
 
-        {} for rows that are a function of their number alone.
+        It is {} for rows that are a function of their number alone.
         """
         return {}
 
     def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the states of all ranks as one."""
         return {}
 
     def load_state_dict(
@@ -191,9 +188,9 @@ class Rows(ABC):
         position: int = 0,
         phases: Mapping[int, Mapping[str, float]] | None = None,
     ) -> None:
-        """Continue with row `position`, from the state of all ranks; {}: from the start.
+        """Continue with row `position`, from the state of all ranks; {} is the start.
 
-        phases: first row → shares of the sources of a mixture from there on.
+        `phases` has the shares of a mixture's sources by their first row.
         """
         # Rows that are a function of their number alone have nothing to load.
         return

@@ -49,7 +49,7 @@ class PackedDataset(Rows):
         corpus: the tokenized documents.
         seq_len: tokens per sequence.
         seed: with the epoch, decides the order of documents and windows.
-        shuffle: a new order each epoch; False: file order in all of them.
+        shuffle: a new order each epoch, else file order.
         epochs: passes over the corpus, or None for no end.
         mask_documents: rows tell which tokens are of one document.
     """
@@ -77,10 +77,10 @@ class PackedDataset(Rows):
         self._order = lru_cache(maxsize=2)(self._order_of)
 
     def sequence(self, index: int) -> Row:
-        """Return sequence `index`.
+        """Return sequence `index`; after the last epoch's last target labels are `IGNORE`.
 
-        After the last target of the last epoch labels are `IGNORE`. Raises EndOfData for an index
-        at or above `total_sequences`, and DataError for an impossible id in a token file.
+        Raises EndOfData at or above `total_sequences`, DataError for an impossible id in a token
+        file.
         """
         total = self.total_sequences
         if total is not None and index >= total:
@@ -97,13 +97,11 @@ class PackedDataset(Rows):
         return make_row(windows, self.seq_len, self.corpus.pad_id, self.mask_documents)
 
     def padding(self) -> Row:
-        """Return a sequence without targets, to fill up the last batch of finite data."""
         return make_row((), self.seq_len, self.corpus.pad_id, self.mask_documents)
 
     # From a number to a window, and from a window to tokens
 
     def window(self, index: int) -> int:
-        """Return the window of sequence `index`."""
         if not self.shuffle:
             return index
         block, place = divmod(index, self.sequences_per_epoch)
@@ -117,9 +115,9 @@ class PackedDataset(Rows):
         return epoch_order(self.sequences_per_epoch, ~self.seed, block).item
 
     def ranges(self, window: int) -> list[list[Range]]:
-        """Return the parts of the corpus that make a row: those of each of its windows.
+        """Return the parts of the corpus that make a row, for each of its windows.
 
-        Without a target: none. Here it is one window: seq_len + 1 tokens from token
+        Without a target there are none. Here it is one window of seq_len + 1 tokens from token
         window * seq_len. Epochs are laid end to end; the last window has fewer tokens.
         """
         size = self.corpus.size
@@ -138,7 +136,6 @@ class PackedDataset(Rows):
         return [found]
 
     def _within_epoch(self, epoch: int, begin: int, length: int) -> list[Range]:
-        """Return the parts of the corpus that an epoch has at [begin, begin + length)."""
         if not self.shuffle or self.corpus.keeps_order:
             return [(begin, begin + length)]
         order, starts = self._documents(epoch)
@@ -155,7 +152,7 @@ class PackedDataset(Rows):
         return found
 
     def _documents_of(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (documents in order [n], position of each within the epoch's stream [n])."""
+        """Return documents in order [n], and where each begins in the epoch's stream [n]."""
         order = epoch_order(self.corpus.documents, self.seed, epoch)
         lengths = np.diff(self.corpus.offsets)[order]
         return order, np.cumsum(lengths) - lengths
@@ -191,8 +188,8 @@ class PackedDataset(Rows):
     def total_sequences(self) -> int | None:
         """Sequences of all epochs, or None without an end.
 
-        In a mixed order a few of them lie past the end of the text and hold no target. So the order
-        does not depend on the number of epochs, and a run can be extended by more epochs.
+        In a mixed order a few lie past the end of the text and hold no target. So the order does
+        not depend on the number of epochs, and a run can be extended.
         """
         if self.epochs is None:
             return None
@@ -207,7 +204,6 @@ class PackedDataset(Rows):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that decide sequence i, besides the fingerprint."""
         names = ("seq_len", "seed", "shuffle", "epochs")
         settings: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.mask_documents:
@@ -217,13 +213,10 @@ class PackedDataset(Rows):
         return settings
 
     def describe(self) -> str:
-        """Return the size of the text in words."""
         return self.corpus.describe()
 
     def documents_in(self, index: int) -> list[tuple[int, int]]:
-        """Return the documents of sequence `index`, see `Rows`: numbers of records, from 0 in the
-        files' order.
-        """
+        """Return documents by record number, from 0 in the files' order, see `Rows`."""
         found: list[tuple[int, int]] = []
         for begin, end in itertools.chain.from_iterable(self.ranges(self.window(index))):
             documents = self.corpus.documents_in(begin, end)
@@ -240,8 +233,9 @@ class PackedDataset(Rows):
 
 
 def mix(z: Any) -> Any:
-    """Return the output function of SplitMix64 (Steele, Lea and Flood 2014), a bijection of 64-bit
-    integers; of an integer, or of each in an array of uint64.
+    """Return the output function of SplitMix64 (Steele, Lea and Flood 2014) of an integer or array.
+
+    It is a bijection of 64-bit integers.
     """
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & MASK
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & MASK
@@ -256,7 +250,7 @@ def epoch_key(seed: int, epoch: int) -> int:
 def epoch_order(count: int, seed: int, epoch: int, shuffle: bool = True) -> NDArray[np.int64]:
     """Return the indexes [count] in the order of `epoch`; in file order without `shuffle`.
 
-    Indexes are sorted by a hash of (seed, epoch, index). No two of an epoch share a hash, so the
+    Indexes are sorted by a hash of (seed, epoch, index), which no two of an epoch share. So the
     order does not depend on the sort.
     """
     if not shuffle:
@@ -271,8 +265,8 @@ class Permutation:
     It is the generalized Feistel network of Black and Rogaway ("Ciphers with arbitrary finite
     domains", CT-RSA 2002). An index is a pair (left, right) of [0, a) x [0, b) with a * b >= count.
     Each round adds a hash of one half to the other, modulo a or b. A result at or above `count`
-    goes through the network again (their cycle walking). That is rare: a * b exceeds `count` by
-    less than a, about its square root.
+    goes through it again (their cycle walking). That is rare: a * b exceeds `count` by less than a,
+    about its square root.
     """
 
     def __init__(self, count: int, key: int) -> None:
@@ -282,7 +276,6 @@ class Permutation:
         self._keys = [mix((key + (round + 1) * GAMMA) & MASK) for round in range(_ROUNDS)]
 
     def __call__(self, place: int) -> int:
-        """Return the element at `place`, 0 … count - 1."""
         a, b, found = self._a, self._b, place
         while True:
             right, left = divmod(found, a)

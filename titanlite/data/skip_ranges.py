@@ -15,10 +15,9 @@ Range = tuple[int, int]
 
 
 def ranges_of_steps(steps: Iterable[int | str], course: Course) -> tuple[Range, ...]:
-    """Return the sequences of `data.skip_steps`: steps as 120, ranges of steps as "200-250", from
-    1.
+    """Return the sequences of `data.skip_steps`, steps as 120 or "200-250", from 1.
 
-    Step n takes the sequences that an undisturbed run takes in its nth step. course: of such a run.
+    Step n takes the sequences that an undisturbed run, with this course, takes in its nth step.
     """
     found: list[Range] = []
     for one in steps:
@@ -28,7 +27,7 @@ def ranges_of_steps(steps: Iterable[int | str], course: Course) -> tuple[Range, 
 
 
 def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
-    """Return the same sequences as sorted ranges, joined where they overlap or touch."""
+    """Return the same sequences as sorted ranges, joined if they overlap or touch."""
     found: list[Range] = []
     for first, end in sorted((one[0], one[1]) for one in ranges if one[0] < one[1]):
         if not found or first > found[-1][1]:
@@ -65,7 +64,7 @@ def count(first: int, end: int, ranges: Iterable[Range]) -> int:
 
 
 def advance(position: int, number: int, ranges: Iterable[Range]) -> int:
-    """Return the position after the next `number` sequences from `position` that no range skips."""
+    """Return the position after the next `number` sequences that no range skips."""
     for first, end in ranges:
         free = max(first - position, 0)
         if number <= free:
@@ -94,9 +93,7 @@ def served_already(skip: Iterable[Range], state: dict[str, Any]) -> tuple[Range,
 
 
 def skip_to(data: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the loader state `data`, moved to the place of the state `after`; the text between the
-    two is skipped.
-    """
+    """Return the loader state `data` moved to the place of `after`; the text between is skipped."""
     between = data["next_sequence"], after["next_sequence"]
     left_out = [list(stretch) for stretch in merged([*data.get("left_out", ()), between])]
     moved = {**data, "next_sequence": between[1], "left_out": left_out}

@@ -25,10 +25,10 @@ _SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}\b.*")
 
 
 def split_of(relative: str) -> str | None:
-    """Return the split that a path below a folder names; None if it names none.
+    """Return the split that a path below a folder names, if any.
 
-    A part `NAME-00000-of-00002` is of the split NAME if that holds a word of a split. Else the
-    words of folders go before those of the file.
+    A part `NAME-00000-of-00002` is of the split NAME if that holds a word of a split. Else words of
+    folders go before those of the file.
     """
     *folders, name = PurePosixPath(relative).parts
     shard = _SHARD.fullmatch(name)
@@ -49,8 +49,8 @@ def holds_out(splits: Iterable[str]) -> bool:
 
 
 def are_apart(splits: Collection[str]) -> bool:
-    """Return whether files of these splits must not be read together: there are several, and one is
-    held out.
+    """Return whether these are several splits, and one is held out: they must not be read
+    together.
     """
     return len(splits) > 1 and holds_out(splits)
 

@@ -32,7 +32,7 @@ class _Loader(Struct):
 
 
 def refusal(name: str, value: object, wanted: str) -> StateError:
-    """Return the error for an entry of the data state. wanted: what it should be."""
+    """Return the error for an entry of the data state; `wanted` says what it should be."""
     return StateError(
         f"the data state in the checkpoint is not valid: {name} = {value!r:.80} is {wanted}"
     )
@@ -78,10 +78,7 @@ class _Stream(Struct):
 
 
 def check_stream(state: dict[str, Any], lanes: int, files: int) -> None:
-    """Check a stream's state.
-
-    lanes: where the state has no number; files: of the stream. Raises StateError.
-    """
+    """Check a stream's state; `lanes` is used if the state has no number. Raises StateError."""
     stream = checked({"lanes": lanes, **state}, _Stream, "rows")
     seen: set[int] = set()
     for number, cursor in enumerate(stream.cursors):

@@ -24,10 +24,9 @@ FRESH = Progress()
 
 
 class StepSize(NamedTuple):
-    """The size of a step over all ranks.
+    """The size of a step over all ranks, with sequences of `seq_len` tokens each.
 
-    sequences: of `seq_len` tokens each. rows: of the data order, which are as long as the longest
-    sequence of the run.
+    `rows` counts those of the data order, which are as long as the run's longest sequence.
     """
 
     sequences: int
@@ -40,7 +39,7 @@ class StepSize(NamedTuple):
 
 
 class Leg(NamedTuple):
-    """Steps of one size. done: the progress before the first of them."""
+    """Steps of one size, and the progress before the first of them."""
 
     done: Progress
     size: StepSize
@@ -54,7 +53,7 @@ class Course:
 
     @classmethod
     def steady(cls, size: StepSize, done: Progress = FRESH) -> Course:
-        """Return a course on which every step has the same size."""
+        """Return a course of steps of one size."""
         return cls((Leg(done, size),))
 
     def leg(self, step: int) -> Leg:
@@ -65,7 +64,6 @@ class Course:
         return [self.legs[0], *filter(has_begun, self.legs)][-1]
 
     def size(self, step: int) -> StepSize:
-        """Return the size of a step."""
         return self.leg(step).size
 
     def tokens_after(self, step: int) -> int:
@@ -74,12 +72,12 @@ class Course:
         return leg.done.tokens + (step - leg.done.steps) * leg.size.tokens
 
     def position_after(self, step: int) -> int:
-        """Return the row after those of a step, where no row is skipped."""
+        """Return the row after those of a step, if no row is skipped."""
         leg = self.leg(step)
         return leg.done.position + (step - leg.done.steps) * leg.size.rows
 
     def size_at(self, position: int) -> StepSize:
-        """Return the size of the step that begins at `position`."""
+        """Return the size of the step that begins at row `position`."""
         return self._last(lambda leg: leg.done.position <= position).size
 
     def steps_with_tokens(self, tokens: int) -> int:
@@ -87,10 +85,10 @@ class Course:
         return self._fewest(tokens, lambda leg: leg.done.tokens, lambda leg: leg.size.tokens)
 
     def steps_with_rows(self, rows: int) -> int:
-        """Return the fewest steps that have so many rows together, where none is skipped."""
+        """Return the fewest steps that have so many rows together, if none is skipped."""
         return self._fewest(rows, lambda leg: leg.done.position, lambda leg: leg.size.rows)
 
     def _fewest(self, wanted: int, before: Callable[[Leg], int], each: Callable[[Leg], int]) -> int:
-        """before, each: what a leg has before it, and in each of its steps."""
+        """`before` and `each` tell what a leg has before it, and in each of its steps."""
         found = self._last(lambda leg: before(leg) < wanted)
         return found.done.steps + -(-(wanted - before(found)) // each(found))

@@ -92,9 +92,7 @@ class StreamRows(Rows):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that decide sequence i, besides fingerprint and a number of lanes that is in
-        the state.
-        """
+        """Settings that decide sequence i, besides the fingerprint and lanes of the state."""
         text = self.text
         settings: dict[str, Any] = {
             "seq_len": text.seq_len,
@@ -112,7 +110,6 @@ class StreamRows(Rows):
         return settings
 
     def describe(self) -> str:
-        """Return the size of the text in words."""
         files = counted(len(self.text.shards.names), "files")
         lanes = counted(self.lanes, "lanes")
         packing = ", best-fit" if self.text.best_fit else ""
@@ -130,7 +127,6 @@ class StreamRows(Rows):
         return make_row((), text.seq_len, text.pad_id, text.mask_documents)
 
     def documents_in(self, index: int) -> list[tuple[str, int]]:
-        """Return file and record of the documents of sequence `index`, and the tokens of each."""
         return self._served(index).documents
 
     def place_of(self, document: str) -> FilePlace:
@@ -138,9 +134,7 @@ class StreamRows(Rows):
         return FilePlace(file, int(record))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the places of the lanes that this rank has read, each with its number and count of
-        rows.
-        """
+        """Return number, count of rows and place of each lane that this rank has read."""
         with self._lock:
             places = dict(self._places)
             for number, lane in self._open.items():
@@ -157,7 +151,7 @@ class StreamRows(Rows):
         return state
 
     def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the state of all ranks: of each lane the place furthest on."""
+        """Return the furthest place of each lane over all ranks."""
         cursors: dict[int, list[Any]] = {}
         for state in states:
             for cursor in state["cursors"]:
@@ -171,7 +165,7 @@ class StreamRows(Rows):
         position: int = 0,
         phases: Mapping[int, Mapping[str, float]] | None = None,
     ) -> None:
-        """Continue from these places; {}: from the start.
+        """Continue from these places; {} is the start.
 
         Raises DataError if they cannot be of this stream.
         """
@@ -230,9 +224,7 @@ class StreamRows(Rows):
             return served
 
     def _lane_before(self, number: int, count: int) -> Lane:
-        """Return a lane that stands at `count` rows or before, at the nearest place that is
-        known.
-        """
+        """Return a lane at the nearest known place with at most `count` rows before it."""
         lane = self._open.get(number)
         if lane is not None and lane.count <= count:
             return lane
@@ -250,10 +242,9 @@ class StreamRows(Rows):
 
 
 def default_lanes(ranks: int, shards: int) -> int:
-    """Return the number of lanes: a multiple of the data-parallel ranks, no more than shards if
-    possible.
+    """Return a multiple of the data-parallel ranks, no more than shards if possible.
 
-    With enough shards it is at least `_LANES`. Then a few more or fewer ranks need not read the
+    With enough shards it is at least `_LANES`: then a few more or fewer ranks need not read the
     lanes of others.
     """
     wanted = -(-_LANES // ranks)

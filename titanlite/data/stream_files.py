@@ -45,10 +45,7 @@ _ASKING = 16
 def remote_files(
     source: DataSource, columns: Columns, kind: Format, section: str, patience: float
 ) -> TextFiles:
-    """List the files of a source that is a URL, or the name of a data set of the hub.
-
-    section: of the config, for errors. patience: see `TextFiles`.
-    """
+    """List the files of a URL or a data set of the hub; errors name the config's `section`."""
     key = key_of(section, "path")
     revision = ""
     at = ""
@@ -81,9 +78,8 @@ def _stamp(url: str, patience: float) -> str:
 def url_text(place: Place) -> Listing:
     """Return the text behind a URL, by the rules of `titanlite.data.choose_files`.
 
-    Of a folder without any name of a kind of text all files are read. Raises
-    DataError, naming the key, if there are none, the store cannot be asked, or a folder leaves open
-    which files are meant.
+    If no name in a folder is one of text, all its files are read. Raises DataError, naming the key,
+    if there are none, the store cannot be asked, or a folder leaves open which are meant.
     """
     url = place.path
     check_url(place.key, url)
@@ -130,7 +126,7 @@ def _fixed_part(pattern: str) -> str:
 
 
 def _known(found: Sequence[FoundFile], url: str, key: str) -> list[FoundFile]:
-    """Return the files with names of text; all that are not hidden where none has one."""
+    """Return the files with names of text, or without any all that are not hidden."""
     shown = [file for file in found if not is_hidden(file.base)]
     if not shown:
         raise DataError(f"{key}: there are no files at {public_name(url)}")
@@ -142,8 +138,7 @@ def hub_files(
 ) -> tuple[list[str], str, Format]:
     """Return the URLs of the files of a data set of the hub, their commit, and their kind.
 
-    `datasets` finds them as `load_dataset` does. Raises DataError, naming the config's `key`, if it
-    cannot.
+    `datasets` finds them as `load_dataset` does. Raises DataError, naming `key`, if it cannot.
     """
     try:
         import datasets

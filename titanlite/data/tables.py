@@ -21,7 +21,7 @@ _BATCH = 128
 def table_rows(
     content: io.BufferedReader[Any], kind: Format, name: Path | str, columns: Columns, start: int
 ) -> Iterator[tuple[int, Sequence[Any]]]:
-    """Iterate over number, text and perhaps prompt of the rows from `start` on."""
+    """Yield number, text and perhaps prompt of the rows from `start` on."""
     try:
         import pyarrow
     except ImportError:
@@ -59,7 +59,7 @@ def _rows_of(
 
 
 def _parquet(content: BinaryIO, columns: Columns, start: int) -> Iterator[tuple[int, Any]]:
-    """Iterate over (rows before, batch), without the row groups that end before `start`."""
+    """Yield (rows before, batch), without the row groups that end before `start`."""
     from pyarrow.parquet import ParquetFile
 
     # Read by pages: a whole column of a row group may be gigabytes.
@@ -99,7 +99,7 @@ def _arrow(content: io.BufferedReader[Any]) -> Iterator[tuple[int, Any]]:
 
 
 class _Watched:
-    """A file that knows whether its reader met the end: pyarrow takes it for the mark of one."""
+    """Notes that its reader met the end, since pyarrow takes that for the end mark."""
 
     closed = False
 

@@ -50,7 +50,7 @@ Share = Callable[[str, Callable[[], Any]], Any]
 
 
 def alone(_: str, make: Callable[[], Any]) -> Any:
-    """Share with nobody."""
+    """Return what `make` returns, without sharing it with other ranks."""
     return make()
 
 
@@ -64,10 +64,7 @@ class Order(NamedTuple):
 
 
 def build_dataset(training: Training, data: Data, tokenizer: Tokenizer, vocab_size: int) -> Rows:
-    """Build the training sequences of these sections.
-
-    Raises DataError for text that is missing or damaged.
-    """
+    """Build the training sequences. Raises DataError for text that is missing or damaged."""
     return TextReader(data, tokenizer, vocab_size).train(training)
 
 
@@ -75,9 +72,8 @@ def build_dataset(training: Training, data: Data, tokenizer: Tokenizer, vocab_si
 class TextReader:
     """Opens the text of a run.
 
-    vocab_size: the model's. ranks: data-parallel degree. share: returns on all ranks what a
-    function returns on rank 0, under a name; files are listed once. patience: seconds for a remote
-    source to come back.
+    `vocab_size` is the model's, `ranks` the data-parallel degree. `share` returns on all ranks what
+    a function returns on rank 0. A remote source has `patience` seconds to come back.
     """
 
     data: Data
@@ -92,11 +88,9 @@ class TextReader:
     def train(
         self, training: Training, phases: Mapping[int, Mapping[str, float]] | None = None
     ) -> Rows:
-        """Return the training sequences.
+        """Return the training sequences; `phases` has the sources' shares by first sequence.
 
         Raises DataError for text that is missing or cannot be read.
-
-        phases: first sequence → shares of the sources from there on, by name.
         """
         texts = training_texts(training, self.data)
         if self.data.source:
@@ -107,10 +101,10 @@ class TextReader:
         return self.open_with_end(source, section, training.seq_len)
 
     def held_out(self, validation: Validation, seq_len: int) -> dict[str, Rows]:
-        """Return one pass over each held-out text, in file order, by its name; "" is that of a
-        single text.
+        """Return one pass over each held-out text, in file order, by its name; "" for a single
+        text.
 
-        It is always split, and a stream has the same lanes: so the targets are the same in every
+        Rows are always split, and a stream has the same lanes, so the targets are the same in every
         run.
         """
         settings = replace_fields(self.data, shuffle=False, packing="split", lanes=_HELD_OUT_LANES)
@@ -138,7 +132,6 @@ class TextReader:
         return rows
 
     def open(self, source: DataSource, section: str, seq_len: int, epochs: int | None) -> Rows:
-        """Return the sequences of one source. section: of the config, for errors."""
         data = self.data
         order = Order(seq_len, data.seed, data.shuffle, data.mask_documents)
         if source.path is None and is_dotted(source.name or ""):
@@ -207,7 +200,6 @@ class TextReader:
         return rows
 
     def files_of(self, source: DataSource, section: str) -> TextFiles:
-        """List the files of a source."""
         name = source.name or ""
         columns = columns_of(self.data, name, source.path, source, self.tokenizer)
         kind: Format = "auto" if source.format == "tokens" else source.format

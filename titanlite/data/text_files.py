@@ -42,10 +42,10 @@ _PROMPTED = ("sft_test", "sft_validation")
 
 @dataclass(frozen=True)
 class TextFiles:
-    """Files of records.
+    """Files of records, with paths and URLs as `names` in a fixed order.
 
-    names: paths and URLs, in a fixed order. revision: commit of a data set of the hub, a part of
-    the names. patience: seconds for a remote source to come back. key: of the config, for errors.
+    `revision` is the commit of a data set of the hub, a part of the names. A remote source has
+    `patience` seconds to come back. Errors name the config's `key`.
     """
 
     names: tuple[str, ...]
@@ -60,8 +60,8 @@ class TextFiles:
     stamps: tuple[str, ...] = field(default=(), compare=False)
 
     def fingerprint(self, description: str) -> str:
-        """Return a hash of the files' names without folder, revision and signature, the columns,
-        and `description`.
+        """Return a hash of names without folder, revision and signature, columns and
+        `description`.
         """
         if self.revision:
             names = [name.replace(f"@{self.revision}", "") for name in self.names]
@@ -85,8 +85,8 @@ class TextFiles:
     def records(self, shard: int, start: int) -> Iterator[Record]:
         """Iterate over the records of a file from row `start` on, 0 the first.
 
-        Raises DataError, naming file and place, for bad records, and when the source has not come
-        back in `patience` seconds.
+        Raises DataError for bad records, naming their place, and after `patience` seconds without
+        the source.
         """
         name = self.names[shard]
         for record in read_file(name, self.kind, self.columns, start, self.patience):
@@ -104,15 +104,10 @@ class TextFiles:
 def find_text(
     dataset: str, path: str | None, key: str, split: str | None = None, format: Format = "auto"
 ) -> Listing:
-    """Return the files of a data set in the order of reading.
+    """Return the files of a data set in the order of reading, see `list_text`.
 
-    Args:
-        dataset: a name in `BUNDLED`; any other needs a path.
-        path: see `list_text`; None: the bundled text.
-        key: of the path in the config, for errors.
-        split, format: those that are asked for, see `titanlite.data.choose_files`.
-
-    Raises DataError for text that is not bundled, a missing path, or one without such a file.
+    A name in `BUNDLED` needs no path. Raises DataError for other names without a path, and for
+    paths without such a file.
     """
     if path is None:
         if dataset not in BUNDLED:
@@ -132,12 +127,10 @@ def columns_of(
     source: DataSource | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Columns:
-    """Return the fields of a text's records.
+    """Return the fields of a text's records: those of the source, else those of `data`.
 
-    Bundled text has its own. Other text has those of the source, else those of `data`.
-
-    A source with a text_key and no other key has no prompts. tokenizer: brings the template of
-    messages.
+    Bundled text has its own. A source with only a text_key has no prompts. The tokenizer brings the
+    template of messages.
     """
     if path is None and dataset in BUNDLED:
         return Columns("completion", "prompt") if dataset in _PROMPTED else Columns()
@@ -173,9 +166,8 @@ def iter_records(
 ) -> Iterator[Record]:
     """Iterate over the records of a path or a list of files, in order.
 
-    is_shared: all ranks read them, and rank 0 alone warns of those without text.
-
-    Raises DataError as `list_files` and `iter_rows` do, and if there is no record.
+    With `is_shared` all ranks read them, and rank 0 alone warns of those without text. Raises
+    DataError as `list_files` and `iter_rows` do, and if there is no record.
     """
     files = list_files(path) if isinstance(path, Path) else list(path)
     of_files = []

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def own_corpus(reader: TextReader, source: DataSource, section: str) -> Corpus:
-    """Tokenize the documents of the function. section: of the config, for errors.
+    """Tokenize the documents of the function.
 
     Its code says nothing of its text, so its tokens are not cached.
     """
@@ -30,13 +30,11 @@ def own_corpus(reader: TextReader, source: DataSource, section: str) -> Corpus:
 
 
 def own_records(function: str, key: str, columns: Columns | None = None) -> Iterator[Record]:
-    """Iterate over the documents that a function of yours returns: texts, or tables with a `text`
-    or other `columns`.
+    """Iterate over the documents of a function by dotted path: texts, or tables with `columns`.
 
-    function: its dotted path. It must return the same documents in the same order on each rank and
-    at each start. A document's number is its place in the data order, and a checkpoint's
-    fingerprint is of all texts. Raises DataError, naming the config's `key`, for a document without
-    a text or if there are no documents.
+    It must return the same documents in the same order on each rank and at each start. A document's
+    number is its place in this order. Raises DataError, naming the config's `key`, for a document
+    without a text or no documents.
     """
     number = 0
     columns = columns or Columns()

@@ -26,7 +26,7 @@ def checks_of(texts: Iterable[Rows]) -> list[HashCheck]:
 
 
 def file_lines(rows: Rows, name: str = "") -> Iterator[str]:
-    """Yield a line for the files of each text, as far as it has some. name: of a single text."""
+    """Yield a line for the files of each text; `name` is that of a single text."""
     for title, text in rows.texts(name).items():
         if text.listing is not None:
             line = text.listing.describe()
@@ -34,9 +34,7 @@ def file_lines(rows: Rows, name: str = "") -> Iterator[str]:
 
 
 def file_warnings(rows: Rows, name: str) -> Iterator[str]:
-    """Yield a warning for each pattern that finds files of several splits. name: of a single
-    text.
-    """
+    """Yield a warning for each pattern that finds files of several splits."""
     for title, text in rows.texts(name).items():
         warning = "" if text.listing is None else text.listing.warning()
         if warning:
@@ -44,10 +42,7 @@ def file_warnings(rows: Rows, name: str) -> Iterator[str]:
 
 
 def pass_warnings(rows: Rows, name: str, sequences: int) -> Iterator[str]:
-    """Yield a warning for each text that a run of this many sequences reads too often.
-
-    name: of a single text.
-    """
+    """Yield a warning for each text that a run of this many sequences reads too often."""
     served = rows.served(sequences, name)
     for source, one in rows.texts(name).items():
         passes = served[source] / (one.sequences_per_epoch or math.inf)

@@ -19,12 +19,10 @@ ending = threading.Event()
 
 
 class Pool:
-    """Runs calls in daemon threads, in their order.
+    """Runs calls in daemon threads, in order, until `stop` or until this is collected.
 
-    The threads end with `stop`, or when this is collected.
-
-    at_exit: seconds that the process waits at its end for a call to return. To end a thread within
-    a library may crash.
+    At its end the process waits `at_exit` seconds for a call to return: ending a thread within a
+    library may crash.
     """
 
     def __init__(self, most: int, name: str, at_exit: float = 1.0) -> None:
@@ -35,7 +33,6 @@ class Pool:
         _pools.add(self)
 
     def submit(self, call: Callable[..., _T], *arguments: Any) -> Future[_T]:
-        """Run a call as soon as a thread is free."""
         future: Future[_T] = Future()
         self._calls.put((future, call, arguments))
         if len(self._threads) < self._most:
@@ -47,8 +44,8 @@ class Pool:
         return future
 
     def stop(self, patience: float) -> bool:
-        """Cancel what has not begun and end the threads; return False if some do not end in
-        `patience` seconds.
+        """Cancel what has not begun; return False if some threads do not end in `patience`
+        seconds.
         """
         _end(self._calls, self._threads)
         deadline = time.monotonic() + patience

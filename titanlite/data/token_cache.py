@@ -51,12 +51,8 @@ def load_corpus(  # noqa: PLR0913
 ) -> Corpus:
     """Return the tokens of `files`, from `cache` if they are there.
 
-    Args:
-        workers: threads that tokenize, see `tokenize`; None: the cores of the node per rank, 8 at
-            most.
-        cache: a folder, `~` is the home; "auto": one in the system's folder of temporary files, for
-            large texts; "off": none.
-        columns, kind: of the records, see `iter_rows`.
+    `workers` are threads, see `tokenize`; None takes the node's cores per rank, 8 at most. `cache`
+    is a folder, "auto" (the system's temporary folder, for large texts) or "off".
 
     Raises DataError as `tokenize` and `workers_of` do.
     """
@@ -76,8 +72,6 @@ def load_corpus(  # noqa: PLR0913
 
 @dataclass(frozen=True)
 class _Text:
-    """Files of text, and all that decides their tokens."""
-
     files: list[Path]
     tokenizer: Tokenizer
     vocab_size: int
@@ -85,7 +79,6 @@ class _Text:
     kind: Format
 
     def tokenized(self, workers: int, is_shared: bool = True) -> Corpus:
-        """Read and tokenize the files. is_shared: all ranks do."""
         records = iter_records(self.files, self.columns, self.kind, is_shared)
         return tokenize(self.files, self.tokenizer, self.vocab_size, workers, records)
 
@@ -118,7 +111,7 @@ class _Text:
 def _from_cache(text: _Text, folder: Path, workers: int | None) -> Corpus:
     """Map the tokens of a text, which one process of the node tokenizes and keeps.
 
-    Raises OSError where the folder cannot be used.
+    Raises OSError if the folder cannot be used.
     """
     stamp = text.stamp()
     path = folder / f"{stamp}.tokens"
@@ -160,7 +153,7 @@ def cache_folder(cache: str) -> Path:
 
 
 def records_folder(cache: str) -> Path | None:
-    """Return the folder for records of token files that are whole; None where nothing is kept."""
+    """Return the folder for records of whole token files, if anything is kept."""
     if cache == "off":
         return None
     try:
@@ -171,7 +164,6 @@ def records_folder(cache: str) -> Path | None:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold the lock, which ends with its process; wait for its owner before."""
     with open(path, "a+b", opener=not_a_link) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -42,8 +42,6 @@ _PIECE = 4096
 
 
 class _Span(NamedTuple):
-    """Tokens [begin, end) of a part, by its number."""
-
     number: int
     part: Part
     begin: int
@@ -55,15 +53,14 @@ class TokenFiles:
 
     Args:
         path: as the config names it, for messages.
-        parts: in order.
         tokenizer: whose BOS and EOS are in the text.
         vocab_size: of the model; no id may be as high.
         index: content of `index.json`; None: files of another program, of which only samples are
             checked at the start.
         check: compares the hashes of the parts that are read.
 
-    Raises DataError if there are no tokens. A read of an id that is too high raises it, naming file
-    and place. A read after a part's hashes failed their check raises it too.
+    Raises DataError if there are no tokens. Reads raise it, naming file and place, for an id that
+    is too high, or after a part's hashes failed their check.
     """
 
     keeps_order: ClassVar[bool] = True
@@ -99,7 +96,6 @@ class TokenFiles:
 
     @property
     def listing(self) -> Listing:
-        """The files, for reports."""
         if self.found is not None:
             return self.found
         names = tuple(str(part.file) for part in self.parts)
@@ -108,12 +104,11 @@ class TokenFiles:
 
     @property
     def size(self) -> int:
-        """Number of tokens."""
         return self._ends[-1]
 
     @cached_property
     def _documents(self) -> list[int]:
-        """Documents of all parts up to each. Where ids tell documents apart all are read."""
+        """Documents of all parts up to each. All are read if only ids tell documents apart."""
         return list(accumulate(part.documents for part in self.parts))
 
     @property
@@ -134,14 +129,13 @@ class TokenFiles:
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
-        """Where documents begin, and the end [documents + 1], in memory. Split rows need it not."""
+        """Where documents begin, and the end [documents + 1]. Split rows do not need it."""
         begins = [
             part.offsets[:-1] + self._first_token(number) for number, part in enumerate(self.parts)
         ]
         return np.concatenate([*begins, [self.size]])
 
     def describe(self) -> str:
-        """Return the size in words."""
         text = f"{self.size:,} tokens per epoch, from token files"
         if self.cut:
             return f"{text}, cut into documents {self.cut}"
@@ -164,12 +158,10 @@ class TokenFiles:
         return joined.astype(np.int64)
 
     def is_target(self, begin: int, end: int) -> NDArray[np.bool_]:
-        """Return whether tokens [begin, end) are targets."""
         spans = self._spans(begin, end)
         return np.concatenate([span.part.is_target(span.begin, span.end) for span in spans])
 
     def documents_in(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Return the documents of tokens [begin, end), see `DocumentArray`."""
         found = []
         for span in self._spans(begin, end):
             before = self._first_document(span.number), self._first_token(span.number)
@@ -177,7 +169,6 @@ class TokenFiles:
         return np.concatenate(found)
 
     def begins_in(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Return where documents begin in [begin, end), see `DocumentArray`."""
         found = []
         for span in self._spans(begin, end):
             before = self._first_token(span.number)
@@ -185,7 +176,6 @@ class TokenFiles:
         return np.concatenate(found)
 
     def place_of(self, document: int) -> FilePlace:
-        """Return the source of a document."""
         number = bisect_right(self._documents, document)
         part = self.parts[number]
         within = document - self._first_document(number)
@@ -237,9 +227,8 @@ class TokenFiles:
 class TokenKeys:
     """What the config says of token files besides their path.
 
-    fields: of records, that the config asks for (`text_key`, …). records: folder that keeps which
-    parts of prepared folders are whole (`titanlite.data.token_integrity`). dtype: of ids where no
-    file tells it; dtype_key: its key. split: of a folder.
+    `fields` of records are those asked for (`text_key`, …). `records` is the folder that keeps
+    which prepared parts are whole. `dtype` of ids holds if no file tells it.
     """
 
     fields: Mapping[str, str | None] = field(default_factory=dict)
@@ -250,10 +239,9 @@ class TokenKeys:
 
 
 def open_source(reader: TextReader, source: DataSource, section: str) -> TokenFiles:
-    """Open the token files of a source. section: of the config, for errors.
+    """Open the token files of a source.
 
-    Raises DataError as `open_tokens`, and for a folder that was prepared with another chat
-    template.
+    Raises DataError as `open_tokens`, and for a folder prepared with another chat template.
     """
     data = reader.data
     names = ("text_key", "prompt_key", "completion_key", "messages_key")
@@ -287,12 +275,10 @@ def open_tokens(
     key: str = "training.dataset_path",
     keys: TokenKeys = TokenKeys(),  # noqa: B008 - frozen
 ) -> TokenFiles:
-    """Open token files.
+    """Open token files; errors name the config's `key`.
 
-    key: of the config, for errors. keys: its other keys about them.
-
-    Raises DataError for a folder that is not finished, and for a missing or cut file. Tokens of
-    another tokenizer or of other fields raise it, and ids of `vocab_size` (the model's) or more.
+    Raises DataError for an unfinished folder, a missing or cut file, another tokenizer or fields,
+    and ids of `vocab_size` or more.
     """
     place = Path(path)
     is_folder = not is_url(path) and place.is_dir()

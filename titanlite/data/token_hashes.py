@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class TokenHashes(Callback):
-    """Ends a run whose prepared tokens are found to be damaged. checks: of its texts.
+    """Ends a run whose prepared tokens are found to be damaged.
 
-    A save waits up to `PATIENCE` seconds for the parts that are read and not yet checked, unless
-    the run is asked to stop. What is found later ends the run, too, and the error says since when
-    the part was read.
+    A save waits up to `PATIENCE` seconds for parts that are read but not checked, unless the run is
+    asked to stop. Damage that is found later ends the run too, and the error says since when the
+    part was read.
     """
 
     #: Seconds.

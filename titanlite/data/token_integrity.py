@@ -42,10 +42,7 @@ REPAIR = "`titanlite data prepare` with the arguments that made the folder makes
 
 @dataclass(frozen=True)
 class PartHashes:
-    """The files of a part, and the hash of each in the index.
-
-    Without hashes nothing can be compared.
-    """
+    """The files of a part, and their hashes in the index, if it has any."""
 
     hashes: Mapping[Path, str]
     #: Folder of the records of parts that are whole; None: none is kept.
@@ -62,7 +59,7 @@ class PartHashes:
     def compare(self) -> None:
         """Compare all files with their hashes, and keep a record that the part is whole.
 
-        Raises DataError for the first file that does not fit, and OSError if one cannot be read.
+        Raises DataError for the first file that differs, OSError if one cannot be read.
         """
         for file, expected in self.hashes.items():
             if hash_of(file) != expected:
@@ -93,10 +90,7 @@ class PartHashes:
             yield
 
     def _record(self) -> Path | None:
-        """Return the file that says that this part is whole.
-
-        Raises OSError if the part is not there.
-        """
+        """Raises OSError if the part is not there."""
         if self.records is None or not self.hashes:
             return None
         decisive: list[list[Any]] = []
@@ -109,7 +103,7 @@ class PartHashes:
 
 
 def _locked(file: BinaryIO) -> bool:
-    """Return whether no other process holds the lock of a file; this one does then."""
+    """Return whether this process now holds the lock of a file."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -120,9 +114,7 @@ def _locked(file: BinaryIO) -> bool:
 
 
 def hash_of(file: Path) -> str:
-    """Return the hash of a file's content, as an index has it. Raises OSError when the process
-    ends.
-    """
+    """Return the hash of a file as an index has it. Raises OSError when the process ends."""
     # Only here: a config's check does without.
     import xxhash
 
@@ -137,10 +129,9 @@ def hash_of(file: Path) -> str:
 
 
 class HashCheck:
-    """Compares the hashes of parts with those in their index, in the order in which they are first
-    read.
+    """Compares the hashes of parts with their index, in the order in which they are first read.
 
-    parts: by number. repair: what to do about a damaged part, for the error.
+    `repair` tells what to do about a damaged part, for the error.
     """
 
     def __init__(self, parts: Sequence[PartHashes], repair: str) -> None:
@@ -151,7 +142,7 @@ class HashCheck:
         self._lock = threading.Lock()
 
     def begin(self, number: int) -> None:
-        """Check a part, which is about to be read.
+        """Check a part that is about to be read.
 
         Raises DataError if a part is found to be damaged.
         """
@@ -201,10 +192,9 @@ def check_offsets(
     tokens: int,
     remedy: str = "prepare the text again",
 ) -> None:
-    """Check where documents begin in a part of so many tokens. offsets: [documents + 1].
+    """Check where documents begin in a part, [documents + 1].
 
-    Raises DataError, naming the file and the place, unless they go from 0 to the end without going
-    back.
+    Raises DataError, naming file and place, unless they ascend from 0 to the end.
     """
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != tokens:
         ends = f"{offsets[0]:,} to {offsets[-1]:,}" if len(offsets) else "nowhere"
@@ -223,9 +213,9 @@ def check_offsets(
 
 
 def check_sizes(folder: Path, part: Mapping[str, Any], item: int) -> None:
-    """Compare the sizes of a part's files with its record in an index. item: bytes of a token.
+    """Compare the sizes of a part's files with its record, at `item` bytes a token.
 
-    Raises DataError if one does not fit; OSError if a file is not there.
+    Raises DataError if one differs, OSError if a file is missing.
     """
     tokens = part["tokens"]
     sizes = {

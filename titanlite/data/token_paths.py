@@ -15,8 +15,9 @@ SUFFIXES = (".npy", ".bin", ".ds", ".idx")
 
 
 def is_tokens(path: str | None) -> bool:
-    """Return whether a path is of token files: a prepared folder, also an unfinished one, or those
-    of another program. The URL of a folder tells nothing.
+    """Return whether a path is a prepared folder, perhaps unfinished, or another program's tokens.
+
+    The URL of a folder tells nothing.
     """
     if path is None:
         return False
@@ -35,12 +36,12 @@ def is_tokens(path: str | None) -> bool:
 
 
 def is_of_tokens(source: DataSource) -> bool:
-    """Return whether a source is of token files, by its format or its path."""
+    """Return whether a source is of token files, by its format or path."""
     return source.format == "tokens" or source.format == "auto" and is_tokens(source.path)
 
 
 def pair_of(path: Path) -> tuple[Path, Path]:
-    """Return Megatron's two files; the path may name either, or both without their suffixes."""
+    """Return Megatron's two files; the path may name either, or both without suffixes."""
     stem = path.name.removesuffix(".bin").removesuffix(".idx")
     return path.with_name(f"{stem}.bin"), path.with_name(f"{stem}.idx")
 

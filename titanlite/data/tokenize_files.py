@@ -57,17 +57,15 @@ class DocumentArray:
     offsets: NDArray[np.int64]
 
     def documents_in(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Return the documents of tokens [begin, end): number, from 0, and first token there of
-        each [documents, 2].
+        """Return number, from 0, and first token in [begin, end) of each document [documents,
+        2].
         """
         place = self.offsets.searchsorted
         numbers = np.arange(place(begin, side="right") - 1, place(end - 1, side="right"))
         return np.stack([numbers, np.maximum(self.offsets[numbers], begin)], axis=1)
 
     def begins_in(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Return the first token in [begin, end) of each document there [documents]; the first is
-        `begin`.
-        """
+        """Return the first token in [begin, end) of each document there; the first is `begin`."""
         return self.documents_in(begin, end)[:, 1]
 
 
@@ -102,7 +100,6 @@ class Corpus(DocumentArray):
 
     @property
     def size(self) -> int:
-        """Number of tokens."""
         return len(self.tokens)
 
     @property
@@ -111,15 +108,12 @@ class Corpus(DocumentArray):
 
     @property
     def has_targets(self) -> bool:
-        """Whether not every token is a target."""
         return self.targets is not None
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
-        """Return tokens [begin, end)."""
         return self.tokens[begin:end]
 
     def is_target(self, begin: int, end: int) -> NDArray[np.bool_]:
-        """Return whether tokens [begin, end) are targets."""
         if self.targets is None:
             return np.ones(end - begin, dtype=bool)
         return self.targets[begin:end]
@@ -129,14 +123,11 @@ class Corpus(DocumentArray):
         return None
 
     def describe(self) -> str:
-        """Return the size in words."""
         return f"{counted(self.documents, 'documents')}, {self.size:,} tokens per epoch"
 
 
 class Document(NamedTuple):
-    """A record, its ids with BOS and EOS [tokens], and whether each of the first of them is a
-    target.
-    """
+    """A record, its ids with BOS and EOS [tokens], and which of the first are targets."""
 
     record: Record
     ids: NDArray[Any]
@@ -152,12 +143,11 @@ def tokenize(
 ) -> Corpus:
     """Read and tokenize whole files.
 
-    records: the documents; None: those of `files` in the default format.
-    workers: threads that tokenize, besides this one that reads; 0: this one does both. The result
-    is the same.
+    `records` are the documents; None reads `files` in the default format. `workers` threads
+    tokenize besides this one that reads; the result is the same.
 
-    Raises DataError with file and line for the first bad record in file order. It is damaged, or
-    has a token id of `vocab_size` (the model's) or more.
+    Raises DataError with file and line for the first record that is damaged or has an id of
+    `vocab_size` or more.
     """
     digest = hashlib.sha256(f"{PACKING}\n{tokenizer.fingerprint}\n".encode())
     dtype = dtype_for(vocab_size)
@@ -189,11 +179,10 @@ def tokenize(
 
 
 def workers_of(wanted: int | None, alone: bool = False) -> int:
-    """Return the number of threads that tokenize: `wanted`, else the cores per rank of this node, 8
-    at most.
+    """Return `wanted` threads that tokenize, else the node's cores per rank, 8 at most.
 
-    alone: the other ranks of this node wait meanwhile. Raises DataError if LOCAL_WORLD_SIZE is no
-    number.
+    With `alone` the other ranks of this node wait meanwhile. Raises DataError if LOCAL_WORLD_SIZE
+    is no number.
     """
     if wanted is not None:
         return wanted
@@ -221,8 +210,6 @@ def _add_text(digest: hashlib._Hash, record: Record) -> int:
 
 
 class _Progress:
-    """Tells now and then how far the reading of some files is."""
-
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
         self._began = self._reported = time.monotonic()
@@ -230,7 +217,6 @@ class _Progress:
         self.bytes = 0
 
     def report(self, record: Record, documents: int) -> None:
-        """record: the latest."""
         now = time.monotonic()
         if now - self._reported <= REPORT_EVERY:
             return
@@ -268,7 +254,7 @@ def targets_of(
 ) -> NDArray[np.bool_]:
     """Return whether each token is a target.
 
-    masks: of the first tokens of each document, see `encode_record`.
+    `masks` are of the first tokens of each document, see `encode_record`.
     """
     targets = np.ones(int(offsets[-1]), dtype=bool)
     for begin, mask in zip(offsets, masks, strict=False):
@@ -279,11 +265,9 @@ def targets_of(
 def encode(
     records: Iterable[Record], tokenizer: Tokenizer, vocab_size: int, workers: int
 ) -> Iterator[list[Document]]:
-    """Tokenize records in `workers` threads; iterate over the documents, some at a time, in the
-    records' order.
+    """Tokenize records in `workers` threads; yield some documents at a time, in order.
 
-    Raises DataError for the first record that cannot be read or has an impossible id, after the
-    documents before it.
+    Raises DataError for the first bad record or impossible id, after the documents before it.
     """
 
     def work(chunk: list[Record]) -> list[Document]:
@@ -312,9 +296,7 @@ def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
 
 
 def in_order(function: Callable[[_In], _Out], items: Iterable[_In], workers: int) -> Iterator[_Out]:
-    """Map over several threads, a few items at a time; results and errors come in the
-    items' order.
-    """
+    """Map over several threads; results and errors come in the items' order."""
     if workers == 0:
         yield from map(function, items)
         return
@@ -343,11 +325,9 @@ def encode_record(
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return the ids of a document [tokens], and whether each of its first tokens is a target.
 
-    All tokens after them are targets.
-
-    A prompt is encoded by itself, so that its tokens do not depend on the text after it. It and BOS
-    before it are no targets. A rendered conversation gets no BOS or EOS besides its own. Raises
-    DataError for an id of `vocab_size` (the model's) or more.
+    Later tokens are all targets. A prompt is encoded by itself, so that its tokens do not depend on
+    the text. It and BOS are no targets. A rendered conversation gets no other BOS or EOS. Raises
+    DataError for an id of `vocab_size` or more.
     """
     if record.prompt is None:
         from titanlite.data.chat import encode_chat

@@ -16,7 +16,7 @@ from titanlite.data.rows import IGNORE, Rows
 
 
 class PassLoader(Protocol):
-    """A source of passes over a text, the same every time, as `ValidationLoader`."""
+    """A source of passes over a text, the same every time."""
 
     def __len__(self) -> int: ...
 
@@ -26,12 +26,10 @@ class PassLoader(Protocol):
 class ValidationLoader:
     """The same held-out batches in every pass, the same number on every rank.
 
-    Batch j of rank r holds sequences j * batch_size * dp_degree + k * dp_degree + r, k = 0 …
-    batch_size - 1; sequences beyond the end of the data have labels -100. With `steps=-1` that is
-    one full pass on any number of ranks. With `steps > 0` it is the first steps * batch_size *
-    dp_degree sequences. So results of different rank counts compare only if that product is equal.
-    `steps` beyond a full pass end with it. Text without an end (`total_sequences` is None) needs
-    `steps > 0`.
+    Batch j of rank r holds sequences (j * batch_size + k) * dp_degree + r, k = 0 … batch_size - 1;
+    those beyond the data have labels -100. With `steps=-1` that is one full pass. With `steps > 0`
+    it is the first steps * batch_size * dp_degree sequences at most. So results of different rank
+    counts compare only if that product is equal. Text without an end needs `steps > 0`.
     """
 
     def __init__(
@@ -53,7 +51,6 @@ class ValidationLoader:
             self._batches = full_pass if steps == -1 else min(steps, full_pass)
 
     def __len__(self) -> int:
-        """Batches per pass, the same on all ranks."""
         return self._batches
 
     def __iter__(self) -> Iterator[Batch]:
@@ -63,12 +60,10 @@ class ValidationLoader:
 
 
 class SequenceParts:
-    """Serves each batch of a loader once for each part of its sequences, with the targets of that
-    part alone.
+    """Serves each batch of a loader once for each part of its sequences, with its targets alone.
 
     So a pass takes `parts` times as long. It works in every layout, as a model sees whole batches.
-
-    parts: equal parts of a sequence, first to last; they differ by one target at most.
+    Equal parts, first to last, differ by one target at most.
     """
 
     def __init__(self, loader: PassLoader, parts: int) -> None:

@@ -25,8 +25,8 @@ MEGATRON = "Megatron-LM's .bin and .idx"
 def find_tokens(place: Place) -> Listing:
     """Return the token files of a path, in order.
 
-    Raises DataError, naming the config's key, where there are none, or a folder leaves open which
-    are meant.
+    Raises DataError, naming the config's key, if there are none, or a folder leaves open which are
+    meant.
     """
     if is_url(place.path):
         name = public_name(place.path)
@@ -60,10 +60,7 @@ def find_tokens(place: Place) -> Listing:
 
 
 def _kind_of(relative: str, names: Collection[str]) -> str | None:
-    """Return the kind of token files that a name stands for.
-
-    None: none, or the second file of Megatron-LM's pair.
-    """
+    """Return the kind of a name; None also for the second file of Megatron-LM's pair."""
     suffix = _suffix(relative)
     if suffix == ".idx":
         return MEGATRON

@@ -24,10 +24,9 @@ _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 class _Index(NamedTuple):
-    """Megatron-LM's index of a file.
+    """Megatron-LM's index: length in tokens and first byte of each sequence.
 
-    It has the length in tokens and the first byte of each sequence. It has the sequences at which
-    documents begin, with an end.
+    `documents` has the sequences at which documents begin, with an end.
     """
 
     file: Path
@@ -39,8 +38,6 @@ class _Index(NamedTuple):
 
 @dataclass
 class _MegatronPart(Part):
-    """A file with its index."""
-
     index: _Index = None  # type: ignore[assignment]
 
     def find_offsets(self) -> NDArray[np.int64]:
@@ -54,8 +51,8 @@ class _MegatronPart(Part):
 def megatron_part(name: Path) -> Part:
     """Open a pair of files (Megatron-LM's megatron/core/datasets/indexed_dataset.py).
 
-    Their sequences must lie end to end. Raises DataError for files that are not whole, and OSError
-    for those that cannot be read.
+    Their sequences must lie end to end. Raises DataError for damaged files, OSError for unreadable
+    ones.
     """
     file, index_file = pair_of(name)
     index = _read_index(index_file)
@@ -72,10 +69,9 @@ def megatron_part(name: Path) -> Part:
 
 
 def _read_index(file: Path) -> _Index:
-    """Map an index.
+    """Map an index: a head, then the sequences' int32 lengths and int64 byte positions.
 
-    After the head come the sequences: int32 lengths, then int64 byte positions. Then come int64
-    numbers of the sequences at which documents begin.
+    Then come int64 numbers of the sequences at which documents begin.
     """
     head = np.fromfile(file, _HEAD, 1)
     if not len(head) or head["magic"][0] != b"MMIDIDX":
@@ -101,10 +97,7 @@ def _read_index(file: Path) -> _Index:
 
 
 def _lie_end_to_end(index: _Index, end: int) -> bool:
-    """Whether some sequences from everywhere begin where the one before ends.
-
-    end: bytes of the file.
-    """
+    """Whether sampled sequences begin where the one before ends; `end` is in bytes."""
     lengths, positions = index.lengths, index.positions
     count = len(lengths)
     if not count:

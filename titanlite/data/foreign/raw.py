@@ -58,7 +58,7 @@ _REPORT_SECONDS = 10.0
 class RawFile(NamedTuple):
     """A file and what it tells of its tokens.
 
-    dtype: None where nothing tells it. tokens: None: to the end of the file. leads: an id between
+    `dtype` is None if nothing tells it; `tokens` None goes to the end. With `leads` an id between
     documents is the first of its document.
     """
 
@@ -70,7 +70,7 @@ class RawFile(NamedTuple):
     leads: bool = False
 
     def read(self, begin: int, count: int) -> bytes:
-        """Return bytes [begin, begin + count); fewer at the end of the file."""
+        """Return `count` bytes from `begin` on; fewer at the end of the file."""
         with open(self.path, "rb", buffering=0) as stream:
             stream.seek(begin)
             return stream.read(count)
@@ -79,13 +79,11 @@ class RawFile(NamedTuple):
 def open_foreign(
     path: str, tokenizer: Tokenizer, vocab_size: int, key: str, keys: TokenKeys
 ) -> tuple[list[Part], Listing, str]:
-    """Open the token files of another program: a file, a pattern or a folder.
+    """Open another program's token files; return parts, files, and in words what separates
+    documents.
 
-    Returns the parts, the files, and what tells documents apart, in words ("": an index).
-
-    key: of the config, for errors. Raises DataError for files that are not whole, are of several
-    kinds, or do not tell the type of their ids and leave it open. Raises OSError for files that
-    cannot be read.
+    These words are "" for an index. Raises DataError for damaged files, several kinds or an open
+    type of ids, and OSError for unreadable files.
     """
     listing = find_tokens(Place(path, key, keys.split))
     names = list(map(Path, listing.files))
@@ -140,7 +138,7 @@ def open_foreign(
 def read_header(path: Path) -> RawFile:
     """Return a file and what it tells of its tokens.
 
-    Raises DataError, naming the file, for one that is empty, cut, or holds no ids.
+    Raises DataError, naming the file, if it is empty, cut, or holds no ids.
     """
     file = RawFile(path, path.stat().st_size)
     head = file.read(0, _HEAD)
@@ -185,10 +183,10 @@ def _of_numpy(file: RawFile, head: bytes) -> RawFile:
 
 
 def guess_type(files: Sequence[RawFile], tokenizer_size: int, vocab_size: int, key: str) -> str:
-    """Return the type of ids in files without a header: the narrowest for the tokenizer's.
+    """Return the narrowest type of ids for the tokenizer, for files without a header.
 
-    key: of the config, that gives the type. vocab_size: of the model. Raises DataError where a
-    wider type fits too: tokens of 4 bytes, read as 2, are ids and zeros.
+    Raises DataError, naming `key`, if a wider type fits too: 4-byte tokens read as 2 are ids and
+    zeros.
     """
     expected = "uint16" if tokenizer_size <= 1 << 16 else "uint32"
     wider = _TYPES[_TYPES.index(expected) + 1 :]
@@ -204,7 +202,7 @@ def guess_type(files: Sequence[RawFile], tokenizer_size: int, vocab_size: int, k
 
 
 def _fits(file: RawFile, dtype: np.dtype[Any], vocab_size: int) -> bool:
-    """Whether the beginning, the middle and the end of a file are ids of a type."""
+    """Whether beginning, middle and end of a file are ids of a type."""
     if file.size % dtype.itemsize:
         return False
     last = max(file.size - _PIECE, 0) // 8 * 8
@@ -216,7 +214,7 @@ def _fits(file: RawFile, dtype: np.dtype[Any], vocab_size: int) -> bool:
 
 
 class Cut(NamedTuple):
-    """The id between documents, and whether it is a document's first token or its last one."""
+    """The id between documents, and whether it is a document's first or last token."""
 
     id: int
     leads: bool
@@ -235,7 +233,7 @@ class Cut(NamedTuple):
 def find_cut(first_tokens: NDArray[Any], tokenizer: Tokenizer, has_leading_ids: bool) -> Cut:
     """Return where documents are cut, from the first tokens of the first file.
 
-    has_leading_ids: the file is of a program whose documents begin with such an id.
+    `has_leading_ids` is true for a program whose documents begin with such an id.
     """
     ends = (tokenizer.bos_id, tokenizer.eos_id)
     if len(first_tokens) and int(first_tokens[0]) in ends:
@@ -253,13 +251,11 @@ class ForeignPart(Part):
     cut: Cut = Cut(0, leads=False)
 
     def find_offsets(self) -> NDArray[np.int64]:
-        """Read all tokens; return where documents begin, and the end [documents + 1]."""
         if not self.size:
             return np.zeros(1, np.int64)
         return np.concatenate([[0], *self._inner(), [self.size]])
 
     def begins_in(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Return the first token in [begin, end) of each document there; these tokens tell it."""
         return np.concatenate([[begin], self.cut.inner(self.tokens, begin, end)])
 
     def _inner(self) -> Iterator[NDArray[np.int64]]:

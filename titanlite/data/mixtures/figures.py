@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 class RowLosses:
     """A loss function that also keeps the loss of each row of a training step, on the device.
 
-    Rows go through the loss one by one: their gradients are the same bits. A call has whole rows,
-    or, from a loss in chunks, neighbouring tokens of them. Calls come in the order of the rows.
+    Rows go through the loss one by one, with the same bits of gradients. Calls come in row order,
+    with whole rows or, for a loss in chunks, neighbouring tokens.
 
-    loss: summed over tokens. seq_len: tokens of a row on this rank.
+    `loss` is summed over tokens. `seq_len` counts tokens of a row on this rank.
     """
 
     def __init__(self, loss: LossFunction, seq_len: int) -> None:
@@ -59,22 +59,18 @@ class RowLosses:
         return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
     def clear(self) -> None:
-        """Begin another step."""
         self.rows, self._tokens = [], self.seq_len
 
     def resize(self, accumulation: int, seq_len: int) -> None:
-        """Take rows of so many tokens from now on."""
         self.seq_len = seq_len
         self.clear()
 
 
 class SourceFigures(Callback):
-    """Tells the shares of a mixture's sources so far, and their losses since the last log.
+    """Logs the shares of a mixture's sources so far, and their losses since the last log.
 
-    It must run before the log.
-
-    rows: of a mixture. loss: a `RowLosses`. share: data-parallel rank and degree. factors: of sums
-    over all ranks.
+    It must run before the log. `share` is data-parallel rank and degree; `factors` are of sums over
+    all ranks.
     """
 
     def __init__(
@@ -126,7 +122,7 @@ class SourceFigures(Callback):
         self._losses.clear()
 
     def sums(self) -> Tensor:
-        """Return this rank's part of loss and targets by source since the last call: [2 * sources]
+        """Return this rank's loss and targets by source since the last call: [2 * sources]
         float64.
         """
         rows = torch.cat(self._sums)
@@ -140,7 +136,7 @@ class SourceFigures(Callback):
     def figures(self, trainer: Trainer, sums: list[float]) -> dict[str, float]:
         """Return `share/NAME` of each source, and `loss/NAME` of each that was served.
 
-        sums: over all ranks.
+        `sums` are over all ranks.
         """
         losses = zip(self._numbers, sums[::2], sums[1::2], strict=True)
         return {

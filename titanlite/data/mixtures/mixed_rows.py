@@ -40,8 +40,7 @@ class MixedRows(Rows):
 
     Args:
         sources: by name. Their epochs, if any, are their limit in the mixture.
-        phases: first sequence → shares from there on, by name; only their ratios count. The first
-            is 0.
+        phases: first sequence → shares by name; only their ratios count. The first is 0.
         slots: V; the number of lanes of those that are streams.
     """
 
@@ -70,9 +69,7 @@ class MixedRows(Rows):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that decide sequence i, besides the shares: those may change, and are in the
-        state.
-        """
+        """Settings that decide sequence i; the shares may change, and are in the state."""
         of_sources: dict[str, Any] = {}
         # Where sources differ the first one counts.
         for rows in reversed(self.rows):
@@ -100,7 +97,6 @@ class MixedRows(Rows):
         return {name: weight / total for name, weight in zip(self.names, weights, strict=True)}
 
     def describe(self) -> str:
-        """Return the shares and the sources in words."""
         shares = self.shares
         sources = zip(self.names, self.rows, strict=True)
         return "; ".join(f"{name} {shares[name]:.1%} ({rows.describe()})" for name, rows in sources)
@@ -113,16 +109,12 @@ class MixedRows(Rows):
         return self.rows[0].padding()
 
     def documents_in(self, index: int) -> list[tuple[str, int]]:
-        """Return the documents of sequence `index`, each after the source's name."""
         source, number = self.locate(index)
         documents = self.rows[source].documents_in(number)
         return [(f"{self.names[source]}: {name}", tokens) for name, tokens in documents]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return the source of sequence `index`, and its number there.
-
-        Raises EndOfData behind the end.
-        """
+        """Return source and number there of sequence `index`. Raises EndOfData behind the end."""
         segment = self._segment(index)
         if not segment.has_sources:
             raise EndOfData(f"sequence {index}: all sources have served their epochs")
@@ -153,7 +145,6 @@ class MixedRows(Rows):
         return next(segment for segment in reversed(self._segments) if segment.start <= index)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the segments, and the states of the sources that have one."""
         sources: dict[str, Any] = {}
         for name, row in zip(self.names, self.rows, strict=True):
             state = row.state_dict()
@@ -181,10 +172,10 @@ class MixedRows(Rows):
         position: int = 0,
         phases: Mapping[int, Mapping[str, float]] | None = None,
     ) -> None:
-        """Continue with sequence `position` from `state`; {}: from the start.
+        """Continue with sequence `position` from `state`; {} is the start.
 
-        phases: as of the constructor; None: those. The shares that they have at `position` hold
-        from there on, and the sequences before it stay what they were.
+        `phases` None keeps the constructor's. Shares at `position` hold from there on; earlier
+        sequences stay what they were.
         """
         if state:
             check_mixture(state)
@@ -204,9 +195,6 @@ class MixedRows(Rows):
         self._continue(state, position)
 
     def _continue(self, state: dict[str, Any], position: int) -> None:
-        """Keep what was saved of sequences before `position`, and let the planned phases hold from
-        there on.
-        """
         phases, saved = read_state(state, self.names)
         past = {start: weights for start, weights in phases.items() if start <= position}
         until_now = [weights for start, weights in self._planned.items() if start <= position]
@@ -267,7 +255,7 @@ def open_mixture(
     seq_len: int,
     phases: Mapping[int, Mapping[str, float]],
 ) -> MixedRows:
-    """Open the sources of `data.source`, by their sections. phases: see `TextReader.train`."""
+    """Open the sources of `data.source`, by their sections; `phases` as in `TextReader.train`."""
     data = reader.data
     if data.token_dtype != "auto" and not any(map(is_of_tokens, sources.values())):
         raise DataError(

@@ -56,9 +56,9 @@ def check_mixture(state: dict[str, Any]) -> None:
 def read_state(
     state: Mapping[str, Any], names: Sequence[str]
 ) -> tuple[dict[int, Weights], list[Segment]]:
-    """Return the shares by first sequence, and the segments, of a state that is checked.
+    """Return the shares by first sequence, and the segments, of a checked state.
 
-    names: of the sources now; those that the state does not have get 0.
+    Sources that the state does not have get 0.
     """
     number_of = {name: number for number, name in enumerate(state["names"])}
 

@@ -21,10 +21,10 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Segment:
-    """Sequences from `start` on, any sequence.
+    """Sequences from `start` on.
 
-    `weights`: [sources], 0 for one that is served. `base`: [slots, sources], the turns that each
-    slot gave before.
+    `weights` [sources] are 0 for one that is served. `base` [slots, sources] has each slot's turns
+    before.
     """
 
     start: int
@@ -37,10 +37,7 @@ class Segment:
 
 
 class Turns:
-    """The turns of `slots` slots; sequence i is a turn of slot i % slots.
-
-    names: of the sources, in their order.
-    """
+    """The turns of `slots` slots; sequence i is a turn of slot i % slots."""
 
     def __init__(self, names: Sequence[str], slots: int, seed: int) -> None:
         self.names = tuple(names)
@@ -49,7 +46,6 @@ class Turns:
         self._begin = epoch_order(max(slots, _SCHEDULE), seed, 0)[:slots] % _SCHEDULE
 
     def first_segment(self, weights: Weights) -> Segment:
-        """Return the segment at the start of the mixture."""
         return Segment(0, weights, np.zeros((self.slots, len(self.names)), dtype=np.int64))
 
     def locate(self, segment: Segment, index: int) -> tuple[int, int]:
@@ -62,8 +58,8 @@ class Turns:
         return source, given * self.slots + slot
 
     def given_before(self, segment: Segment, index: int) -> Counts:
-        """Return [slots, sources]: the sequences of each source before sequence `index`, at or
-        after the segment's.
+        """Return [slots, sources]: the sequences of each source before `index`, at or after the
+        segment's start.
         """
         # Each slot's first sequence in the segment.
         first = segment.start + (np.arange(self.slots) - segment.start) % self.slots
@@ -71,8 +67,8 @@ class Turns:
         return self._given(segment, turns)
 
     def _given(self, segment: Segment, turns: int | Counts) -> Counts:
-        """Return [slots, sources]: the sequences of each source before this turn of the segment, or
-        of each slot.
+        """Return [slots, sources]: the sequences of each source before this turn, or each slot's
+        turn.
         """
         if not segment.has_sources:
             return segment.base
@@ -81,9 +77,9 @@ class Turns:
         return segment.base + schedule.upto(self._begin + turns) - before
 
     def where_dry(self, segment: Segment, limits: Sequence[int | None]) -> Segment | None:
-        """Return the segment that begins where a source has served its epochs; None if none does.
+        """Return the segment that begins where a source has served its epochs, if one does.
 
-        limits: sequences of each source; None without an end.
+        `limits` are sequences of each source; None without an end.
         """
         # Those without a share may be over a limit that was lowered.
         active = np.array(segment.weights) > 0
@@ -106,7 +102,7 @@ class Turns:
 
 
 def _most(fits: Callable[[int], bool]) -> int:
-    """Return the largest number that fits, where all numbers up to one do; 0 is not asked."""
+    """Return the largest number that fits, if all numbers up to one do; 0 is not asked."""
     low = 0
     high = 1
     while fits(high):
@@ -141,15 +137,13 @@ class _Schedule:
         return int(self._turns[turn % _SCHEDULE])
 
     def upto(self, turns: Counts) -> Counts:
-        """Return [turns, sources]: turns of each source before each of these."""
+        """Return turns of each source before each of these: [turns, sources]."""
         rounds, rest = np.divmod(turns, _SCHEDULE)
         return rounds[:, None] * self._before[-1] + self._before[rest]
 
 
 def _turns_of(shares: NDArray[np.float64]) -> Counts:
-    """Return the turns of each source in a schedule: one at least, the rest by the largest
-    remainders.
-    """
+    """Return each source's turns in a schedule: at least one, the rest by largest remainders."""
     count = np.maximum(np.floor(shares * _SCHEDULE).astype(np.int64), 1)
     while count.sum() != _SCHEDULE:
         behind = shares * _SCHEDULE - count

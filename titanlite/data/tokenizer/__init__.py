@@ -33,11 +33,10 @@ __all__ = [
 
 
 def load_tokenizer(path: str = BUNDLED, family: str = "llama3") -> Tokenizer:
-    """Load the tokenizer at `path`; "bundled": that of titanlite, sentencepiece for the family
-    llama2, else tiktoken.
+    """Load the tokenizer at `path`; "bundled" is sentencepiece for llama2, else tiktoken.
 
-    In a folder it reads the tokenizer.json, else the tokenizer.model. Raises DataError with the
-    file and the remedy if it is missing, damaged, or has no known BOS and EOS.
+    In a folder it reads tokenizer.json, else tokenizer.model. Raises DataError if it is missing,
+    damaged, or has no known BOS and EOS.
     """
     if path == BUNDLED:
         return load_file(bundled(family), family)[0]

@@ -30,9 +30,8 @@ _END_OF_TURN = (
 class Tokenizer(ABC):
     """Text to token ids and back.
 
-    `vocab_size` is one more than the highest id, special tokens included. `special_tokens` maps the
-    names of tokens that stand for no text to their ids. `fingerprint` is the hex sha256 of
-    everything in the file that decides the ids.
+    `vocab_size` is one more than the highest id. `special_tokens` maps names of tokens that stand
+    for no text to ids. `fingerprint` is the hex sha256 of everything that decides the ids.
     """
 
     vocab_size: int
@@ -64,16 +63,13 @@ class Tokenizer(ABC):
         return ids
 
     def encode_document(self, text: str) -> NDArray[np.int64]:
-        """Return BOS, the ids of `text` and EOS as an array [ids].
-
-        Several threads may call it at once.
-        """
+        """Return BOS, the ids of `text` and EOS as an array [ids]. Threads may call it at once."""
         ids = self._encode_array(text if text.isascii() else whole_characters(text))
         return np.concatenate([[self.bos_id], ids, [self.eos_id]], dtype=np.int64)
 
     def encode_rendered(self, text: str) -> tuple[list[int], NDArray[np.int64]]:
-        """Return the ids of a rendered conversation, and where the characters of each begin and
-        end: [tokens, 2].
+        """Return the ids of a rendered conversation, and their characters' begin and end [tokens,
+        2].
 
         Names of special tokens in it are these tokens, as in `apply_chat_template`.
         """
@@ -125,7 +121,7 @@ class Tokenizer(ABC):
     def _encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids as `_encode`, and where the bytes of each begin and end.
 
-        Not of kinds with an `encode_rendered` of their own.
+        Kinds with their own `encode_rendered` do not need it.
         """
         raise NotImplementedError
 

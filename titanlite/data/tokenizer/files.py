@@ -29,12 +29,10 @@ FILES = (
 
 
 def hf_files(path: str) -> dict[str, bytes]:
-    """Return name → content of the files for `transformers`, and a generation_config.json.
+    """Return the tokenizer's files and a generation_config.json for `transformers`, by name.
 
-    path: a tokenizer's file or folder. Files that lie there are copied, if
-    `AutoTokenizer` reads the ids of titanlite from them, with BOS before a text. Else a
-    tokenizer.json and its config are made that give these ids. Without `transformers` the files are
-    copied as they are.
+    Files at `path` are copied if `AutoTokenizer` reads our ids from them, with BOS before a text.
+    Else a tokenizer.json and its config are made. Without `transformers` all are copied.
     """
     found: dict[str, bytes] = {}
     try:

@@ -67,11 +67,9 @@ _SPACE = "\u2581"
 
 
 def differing_ids(folder: Path, tokenizer: Tokenizer) -> list[str]:
-    """Compare the ids of `SAMPLES` by `AutoTokenizer`, from the files in `folder`, with ours; a
-    line per difference.
+    """Return a line for each difference of `AutoTokenizer`'s ids of `SAMPLES` from ours.
 
-    Texts with the name of a special token are left out: `transformers` takes it for the token,
-    titanlite for text.
+    Names of special tokens are left out: for `transformers` they are tokens, for titanlite text.
     """
     from transformers import AutoTokenizer
 
@@ -92,10 +90,9 @@ def differing_ids(folder: Path, tokenizer: Tokenizer) -> list[str]:
 
 
 def other_class(folder: Path) -> str:
-    """Return the class that `AutoTokenizer` takes in place of the one in tokenizer_config.json; "":
-    it takes that one.
+    """Return the class that `AutoTokenizer` takes in place of the configured one, or "".
 
-    For some kinds of models `transformers` 5 ignores the file and takes its own class.
+    For some kinds of models `transformers` 5 ignores tokenizer_config.json.
     """
     from transformers import AutoTokenizer
 
@@ -112,10 +109,9 @@ def other_class(folder: Path) -> str:
 def equal_files(
     found: Mapping[str, bytes], content: bytes, kind: Kind, tokenizer: Tokenizer
 ) -> dict[str, bytes]:
-    """Return files from which `AutoTokenizer` reads the ids of `tokenizer`: `found` itself, or
-    files made from it.
+    """Return files from which `AutoTokenizer` reads the tokenizer's ids: `found`, or new ones.
 
-    found: the files that lie beside the tokenizer's own; content, kind: of that file.
+    `found` lies beside the tokenizer's own file of this content and kind.
     """
     named = with_class(found, tokenizer)
     if (TOKENIZER in found or CONFIG in found) and not _differing(named, tokenizer):
@@ -133,8 +129,7 @@ def equal_files(
 def with_class(found: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
     """Return the files with a class for a tokenizer.json.
 
-    Without one `transformers` takes that of the model's family, which may split text by rules of
-    its own.
+    Else `transformers` takes that of the model's family, which may split text by its own rules.
     """
     config = _json(found.get(CONFIG, b"{}"))
     if TOKENIZER not in found or "tokenizer_class" in config:
@@ -157,9 +152,8 @@ def _json(content: bytes) -> dict[str, Any]:
 
 
 def _config(kept: Mapping[str, Any], tokenizer: Tokenizer) -> bytes:
-    """Return a tokenizer_config.json.
-
-    The class takes tokenizer.json as it is, in `transformers` 4 and 5.
+    """Return a tokenizer_config.json whose class takes tokenizer.json as it is in `transformers` 4
+    and 5.
     """
     names = {number: name for name, number in tokenizer.special_tokens.items()}
     config = {
@@ -174,7 +168,7 @@ def _config(kept: Mapping[str, Any], tokenizer: Tokenizer) -> bytes:
 
 
 def as_tokenizer_json(content: bytes, kind: Kind, tokenizer: Tokenizer) -> bytes:
-    """Return a tokenizer.json with the ids of a tokenizer's file, which puts BOS before each text.
+    """Return a tokenizer.json with the ids of this file, with BOS before each text.
 
     Raises DataError.
     """
@@ -234,11 +228,10 @@ def _of_ranks(content: bytes, pattern: str, special: list[str]) -> dict[str, Any
 
 
 def _of_sentencepiece(content: bytes) -> dict[str, Any]:
-    """Return the tokenizer.json of a sentencepiece model as Llama 2 and Mistral have it: BPE, with
-    a space before a text.
+    """Return the tokenizer.json of a BPE model as of Llama 2, with a space before a text.
 
-    `transformers` makes one that puts no space before a text that begins with one, so its ids
-    differ. Raises DataError for a model of another kind.
+    That of `transformers` adds none before a text that begins with one, so its ids differ. Raises
+    DataError for other models.
     """
     import tokenizers
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]

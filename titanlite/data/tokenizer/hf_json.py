@@ -41,18 +41,14 @@ _NOT_IN_THE_IDS = ("post_processor", "decoder", "padding", "truncation")
 class JsonTokenizer(Tokenizer):
     """The ids of the `tokenizers` library, without its post-processor, truncation and padding.
 
-    So BOS is never added twice and no document is cut. Tokens that a tokenizer_config.json adds
-    have the ids that transformers gives them. Text never matches an added token that is marked as
-    special. Added tokens that are not special are found in text, as in the library. A model whose
-    own vocabulary spells a special token (word lists, Unigram files) still gives its id for such
-    text, as in the library.
+    So BOS is never added twice and no document is cut. Tokens of a tokenizer_config.json have the
+    ids of transformers. Text never matches special added tokens, but does match others. If the
+    model's own vocabulary spells a special token (word lists, Unigram), text gives its id, as in
+    the library.
     """
 
     def __init__(self, content: bytes, path: Path) -> None:
-        """content: of the file at `path`.
-
-        Raises DataError if it is no whole tokenizer.json or has no BOS and EOS.
-        """
+        """Raises DataError if it is no whole tokenizer.json or has no BOS and EOS."""
         where = f"model.tokenizer_path: {path}"
         parsed = _parse(content, where)
         self._tokenizer = _opened(content, where)
@@ -91,8 +87,9 @@ class JsonTokenizer(Tokenizer):
 
     @cached_property
     def _with_names(self) -> Any:
-        """The library's tokenizer that finds names of special tokens, and the spaces beside them
-        that some take. Its offsets are of whole tokens.
+        """The library's tokenizer that finds special tokens with the spaces that some take.
+
+        Its offsets are of whole tokens.
         """
         from tokenizers import Tokenizer, processors
 
@@ -160,7 +157,7 @@ def _naming_files(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _add_tokens(tokenizer: Any, beside: dict[str, dict[str, Any]], path: Path) -> None:
-    """Add the tokens that the files beside a tokenizer.json name, in the order of transformers."""
+    """Add the tokens of the files beside a tokenizer.json, in the order of transformers."""
     from tokenizers import AddedToken
 
     entries: dict[str, Any] = {}
@@ -199,7 +196,6 @@ def _mark_special(tokenizer: Any, names: Iterable[str]) -> None:
 
 
 def _added_tokens(tokenizer: Any) -> list[dict[str, Any]]:
-    """Return the entries `added_tokens` of a tokenizer.json."""
     added = sorted(tokenizer.get_added_tokens_decoder().items())
     return [{"id": number, **token.__getstate__()} for number, token in added]
 

@@ -50,7 +50,7 @@ def load_local(path: str, family: str = "llama3") -> Tokenizer:
 
 
 def load_file(file: Path, family: str) -> tuple[Tokenizer, Kind]:
-    """Load a tokenizer's file for a family of models, and tell its kind."""
+    """Load a tokenizer's file and tell its kind."""
     content = _read(file)
     kind = kind_of(content, file)
     if kind == "tiktoken":
@@ -67,10 +67,7 @@ def load_file(file: Path, family: str) -> tuple[Tokenizer, Kind]:
 
 
 def kind_of(content: bytes, path: Path) -> Kind:
-    """Return the kind of tokenizer file, whole or damaged.
-
-    Raises DataError, naming `path`, for any other file.
-    """
+    """Return the kind of tokenizer file, whole or damaged. Raises DataError for any other file."""
     where = f"model.tokenizer_path: {path}"
     start = content[:4096].lstrip()
     if not content.strip():

@@ -15,20 +15,15 @@ from titanlite.data.tokenizer.base import Tokenizer
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """The library's ids with the model's own options (normalisation, dummy prefix, byte fallback)
-    and no others.
+    """The library's ids with the model's own options (normalisation, dummy prefix, byte fallback).
 
-    Text never becomes a control piece such as `<s>`. User-defined pieces are found in text, as the
-    library always does: they stand for text, and are not among `special_tokens`. Decoding a
-    document returns its text with two exceptions: changes by normalisation, and a first space. The
-    dummy prefix looks the same as that space.
+    Text never becomes a control piece such as `<s>`. User-defined pieces are found in text and are
+    no `special_tokens`. Decoding returns the text but for normalisation and a first space, which
+    looks like the dummy prefix.
     """
 
     def __init__(self, content: bytes, path: Path) -> None:
-        """content: of the file at `path`.
-
-        Raises DataError if it is not a whole model with BOS and EOS.
-        """
+        """Raises DataError if it is not a whole model with BOS and EOS."""
         key = f"model.tokenizer_path: {path}"
         try:
             # The library takes a file that ends between two pieces for a small model with other

@@ -115,9 +115,7 @@ class TiktokenTokenizer(Tokenizer):
         special_tokens: tuple[str, ...] = SPECIAL_TOKENS,
         pattern: str = SPLIT_PATTERN,
     ) -> None:
-        """`ranks`: each token's bytes to its rank, 0 … len(ranks) - 1, every single byte among
-        them.
-        """
+        """`ranks` maps each token's bytes to 0 … len(ranks) - 1, every single byte among them."""
         specials = {token: len(ranks) + i for i, token in enumerate(special_tokens)}
         self.pattern = pattern
         self._encoding = tiktoken.Encoding(
@@ -155,11 +153,10 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def load_ranks(content: bytes, path: Path, family: str) -> TiktokenTokenizer:
-    """Return the tokenizer of a rank file, with the pattern and special tokens of its model.
+    """Return the tokenizer of a rank file, with its model's pattern and special tokens.
 
-    family: of the model; ranks that are not published are those of a Llama 3.
-
-    Raises DataError for another family, and for published ranks of other models.
+    Unpublished ranks are those of a Llama 3. Raises DataError for another family, and for published
+    ranks of other models.
     """
     ranks = parse_ranks(content, path)
     digest = hashlib.sha256()
@@ -189,7 +186,7 @@ def spans_of(encoding: tiktoken.Encoding, ids: list[int]) -> list[tuple[int, int
 def safe_segments(text: str, most: int = _MAX_ENCODE_CHARS) -> list[str]:
     """Cut `text` into pieces that are safe for tiktoken; one piece, unless it is unusually long.
 
-    most: characters of a piece, also where no run is too long.
+    They have at most `most` characters, also if no run is too long.
     """
     if len(text) <= _MAX_RUN_CHARS:
         return [text]
