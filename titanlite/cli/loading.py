@@ -82,12 +82,9 @@ def add_arguments(parser: Parser) -> None:
 
 
 def load_model(arguments: argparse.Namespace) -> LoadedModel:
-    """Load the model that the options of `add_arguments` name.
+    """Load the model that the options of `add_arguments` name; compare a checkpoint's hashes first.
 
-    A checkpoint is compared with its hashes first.
-
-    Raises CheckpointError, DataError (tokenizer) and ConfigError (device, or code that is not
-    trusted).
+    Raises CheckpointError, DataError (tokenizer) and ConfigError (device, untrusted code).
     """
     import torch
 
@@ -151,10 +148,9 @@ def choose_device(given: str | None) -> torch.device:
 
 
 def _tokenizer(source: Source, path: str | None) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return the tokenizer of a `Source`, and the section `data` of its run.
+    """Return the tokenizer of a `Source` or in `path`, and the section `data` of its run.
 
-    path: of another one. Raises DataError, and CheckpointError for a tokenizer that the weights
-    were not trained with.
+    Raises DataError, and CheckpointError for a tokenizer that the weights were not trained with.
     """
     given = path
     data = {"template_date": str(date.today())}

@@ -84,13 +84,10 @@ def _size(rows: Rows) -> str:
 
 
 def shown_row(row: Row, documents: Sequence[Document], tokenizer: Tokenizer, style: Style) -> str:
-    """Return a row as text.
+    """Return a row as text, with names of special tokens and a line before each document.
 
-    Special tokens have names, each document has a line before it, and marks show where the loss
-    counts none.
-
-    A token counts if the one before it predicts it. The first one of a row belongs to the row
-    before.
+    Marks show where the loss counts none: a token counts if the one before it predicts it. The
+    first one of a row belongs to the row before.
     """
     tokens = row.tokens.tolist()
     masked = np.concatenate([[row.labels[0] == IGNORE], row.labels[:-1] == IGNORE]).tolist()

@@ -79,8 +79,8 @@ def prepare(
 ) -> str:
     """Tokenize files into a folder; return a summary. source: their name, for the folder's plan.
 
-    Raises DataError for text that cannot be read. A folder that holds something else or is being
-    written to raises it too.
+    Raises DataError for text that cannot be read, and for a folder that holds something else or is
+    being written to.
     """
     tasks = divide(shards, options, tokenizer)
     asked = {
@@ -329,7 +329,7 @@ def _finished(folder: Path, name: str, task: Task) -> dict[str, Any] | None:
 def _documents(
     worker: _Worker, task: Task, piece: int, number: int
 ) -> Iterator[tuple[tuple[int, int], Document]]:
-    """Iterate over the documents of a task after record `number` of a piece: ((piece, number),
+    """Iterate over a task's documents after record `number` of a piece: ((piece, number),
     document).
     """
     tokenizer = worker.tokenizer
@@ -389,9 +389,7 @@ class _PartWriter:
         self._end = end
 
     def close(self, last: bool) -> dict[str, Any]:
-        """Write the part's record, after all else is on the disk, and return it. last: of
-        its task.
-        """
+        """Write the part's record, after all else is on the disk. last: of its task."""
         with self._file as file:
             sync(file)
         checksums = {"tokens": f"{_HASH}:{self._hash.hexdigest()}"}

@@ -224,7 +224,7 @@ def type_of_name(name: str) -> Any:
 
 
 def normalized(name: str, value: Any) -> Any:
-    """Return a value under a name with lists and choices as titanlite writes them."""
+    """Return a value with lists and choices as titanlite writes them."""
     if not isinstance(value, str):
         return value
     if name in COMMA_LISTS:
@@ -235,15 +235,12 @@ def normalized(name: str, value: Any) -> Any:
 
 
 def refusal(name: str, value: Any) -> str:
-    """Return why titanlite does not take a value that other trainers know; "": it may."""
+    """Return why titanlite does not take a value of other trainers; "": it may."""
     reasons: dict[str, str] = NAMES["refused"].get(key_of(name), {})
     return reasons.get(value, "") if isinstance(value, str) else ""
 
 
 def translated(name: str, value: Any) -> Any:
-    """Return a value of the type of a name as its key takes it.
-
-    Raises ValueError with the reason why titanlite does not take it.
-    """
+    """Return a value of a name's type as its key takes it. Raises ValueError with the reason."""
     conversion = ALIASES[name].conversion if name in ALIASES else None
     return conversion.convert(value) if conversion else value

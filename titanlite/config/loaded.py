@@ -54,7 +54,6 @@ class LoadedConfig:
     sweep: Entry | None = None
 
     def value(self, key: str) -> Any:
-        """Return the value of `section.field`."""
         section, _, name = key.partition(".")
         found = self.sections.others.get(section) or getattr(self.sections, section, None)
         # Another config may have made a section of another package known since.
@@ -72,7 +71,6 @@ class LoadedConfig:
         return replace(self, sections=sections, sources=sources, claims=claims)
 
     def source(self, key: str) -> Source:
-        """Return where the value of `section.field` was written."""
         return self.sources.get(key, DEFAULT)
 
     def is_given(self, key: str) -> bool:
@@ -97,9 +95,7 @@ class LoadedConfig:
         return "" if source.kind == "default" else source.place
 
     def entries(self) -> Iterator[tuple[str, Any]]:
-        """Yield the values in effect by key, tables entry by entry; without none and defaults that
-        gave way.
-        """
+        """Yield the values in effect by key, without none and defaults that gave way."""
         for key in keys().values():
             value = self.value(key.name)
             if key.is_table:
@@ -113,8 +109,8 @@ class LoadedConfig:
     def to_toml(self, defaults: bool = True) -> str:
         """Return the config as a TOML file that loads to the same values.
 
-        defaults: the whole config, with sources as comments. Otherwise only values that are not
-        plain defaults.
+        defaults: the whole config, with sources as comments; else only values that are not plain
+        defaults.
         """
         lines: list[str] = []
         section = ""

@@ -68,10 +68,7 @@ class Claim:
 
 
 def refusals(claims: Sequence[Claim], origin: Origin) -> list[Problem]:
-    """Return the problems of foreign claims; print those that the user allows.
-
-    This is the only gate.
-    """
+    """Return the problems of foreign claims, as the only gate; print those that the user allows."""
     if origin is Origin.FOREIGN:
         return [claim.refusal() for claim in claims]
     is_first = os.environ.get("RANK", "0") == "0"  # the other ranks have the same to say
@@ -82,12 +79,10 @@ def refusals(claims: Sequence[Claim], origin: Origin) -> list[Problem]:
 
 
 def admit(claims: Sequence[Claim], origin: Origin) -> None:
-    """Do as `refusals`, and raise ConfigError with all problems if there are some."""
+    """Do as `refusals`, and raise ConfigError if there are problems."""
     refuse(refusals(claims, origin))
 
 
 def add_argument(add: Callable[..., Any]) -> None:
-    """Add `--trust-code` to a command that reads checkpoints, weights or kept configs, by its
-    `add_argument`.
-    """
+    """Add `--trust-code` to a command that reads checkpoints, weights or kept configs."""
     add(FLAG, action="store_true", help=_HELP)

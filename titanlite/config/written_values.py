@@ -36,8 +36,8 @@ class Entry:
     raw: Any = None
 
     def place(self, path: str) -> str:
-        """Return `file:line` of a path inside the value (`[1].weight`), or of the nearest thing
-        around it.
+        """Return `file:line` of a path inside the value (`[1].weight`), or of the nearest around
+        it.
         """
         while path and self.name + path not in self.lines:
             path = path[: max(path.rfind("."), path.rfind("["))]
@@ -78,8 +78,6 @@ def file_entries(text: str, file: str) -> tuple[list[Entry], list[Problem]]:
 
 
 class _FileEntries:
-    """Collects the values of one file and its unknown keys."""
-
     def __init__(self, file: str, lines: Mapping[str, int]) -> None:
         self.file = file
         self.lines = lines
@@ -153,7 +151,7 @@ def command_line_entries(argv: Sequence[str]) -> tuple[list[Entry], list[Problem
 
 
 def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each flag, without its dashes, and its words; "" with a word that belongs to none."""
+    """Yield each flag, without dashes, and its words; "" with a word that belongs to none."""
     position = 0
     while position < len(argv):
         word = argv[position]
@@ -186,8 +184,8 @@ def flag_name(flag: str) -> tuple[str | None, bool]:
 
 
 def _values(name: str | None, words: list[str], negated: bool) -> dict[str, Any]:
-    """Return the value that the words after a flag make, by its name; those of a table by the names
-    of its entries. Raises _BadWords.
+    """Return a flag's value by its name; of a table, by the names of its entries. Raises
+    _BadWords.
     """
     if name is None:
         raise _BadWords(f"unexpected word {quote(words[0])}")
@@ -222,9 +220,8 @@ def _list(type_: Any, words: list[str], has_commas: bool) -> Any:
 
 
 def _one(type_: Any, text: str) -> Any:
-    """Return the first reading of a word that fits the type.
-
-    A word without one is left to the check to refuse.
+    """Return the first reading of a word that fits the type; a word without one is checked
+    later.
     """
     # SageMaker hands on null as an empty word.
     is_none = text.lower() == "none" or (not text and not fits(type_, text))
@@ -250,7 +247,7 @@ def _readings(text: str) -> Iterator[Any]:
 
 
 def _json(text: str) -> Any:
-    """Return a list or an object as JSON writes it. Raises ValueError: `null` may be a text."""
+    """Return a list or an object. Raises ValueError for others: `null` may be a text."""
     if not text.lstrip().startswith(("[", "{")):
         raise ValueError
     return parse_json(text)

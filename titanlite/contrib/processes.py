@@ -107,8 +107,8 @@ _SIGNAL_AT_DEATH_OF_PARENT = 1
 
 
 def _preparation() -> Callable[[], None]:
-    """Return what a new process calls: it heeds SIGINT, which a shell's background commands ignore,
-    and on Linux it gets SIGTERM when this one dies.
+    """Return what a new process calls to heed SIGINT, which a shell's background commands ignore,
+    and on Linux to get SIGTERM when this one dies.
     """
     parent = os.getpid()
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
@@ -137,9 +137,9 @@ def run(  # noqa: PLR0913
 ) -> int:
     """Run a command as `start` does, to its end; return its exit code.
 
-    Any exception while it runs, such as Stopped, ends the command first. ask: the signal that asks
-    it to end. grace: seconds that it then has. Of two signals the first one is raised. Raises
-    OSError, and subprocess.TimeoutExpired after `seconds`.
+    Any exception while it runs, such as Stopped, ends the command first: `ask` is sent, and it has
+    `grace` seconds. Of two signals the first one is raised. Raises OSError, and
+    subprocess.TimeoutExpired after `seconds`.
     """
     process = start(command, console, environment, folder)
     try:
@@ -156,7 +156,7 @@ def end(
     ask: signal.Signals = signal.SIGTERM,
     grace: float = GRACE_SECONDS,
 ) -> None:
-    """Ask a command to end.
+    """Ask a command to end within `grace` seconds.
 
     If that takes too long, or on a second signal, kill it and all that it started. The signal is
     raised then.
@@ -171,7 +171,6 @@ def end(
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a command, unless it has ended, and all that it started."""
     if process.poll() is not None:
         return
     for pid in [*_descendants(process.pid), process.pid]:
@@ -181,8 +180,8 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return what a process started, the youngest first; also what has another session, as the
-    torchrun of a benchmark.
+    """Return what a process started, the youngest first; also what has another session, as
+    torchrun.
     """
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

@@ -26,8 +26,8 @@ _NAMED = 4
 class EqualReplicas(Callback):
     """Compares at the first log what several ranks hold of the weights, by sums of its bits.
 
-    Such parts must be equal, and a checkpoint holds one of them. They differ where ranks draw other
-    random numbers for the same activations, run other code, or compute wrong.
+    They differ where ranks draw other random numbers for the same activations, run other code, or
+    compute wrong; a checkpoint holds one of them.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ def _shared_parts(model: nn.Module, ranks: int) -> dict[tuple[str, tuple[int, ..
 
 
 def _bits(part: Tensor) -> int:
-    """Return the sum of a tensor's bytes, taken as numbers of 64 bits as far as they go."""
+    """Return the sum of a tensor's bytes, as far as possible as numbers of 64 bits."""
     flat = part.detach().reshape(-1)
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()

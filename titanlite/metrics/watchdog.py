@@ -151,11 +151,10 @@ class HangWatchdog:
         self._thread: threading.Thread | None = None
 
     def phase(self, name: str, step: int | None = None) -> None:
-        """Take note that this rank begins a phase: data, forward, backward, ...
+        """Note that this rank begins a phase: data, forward, backward, ...
 
-        All ranks call it in the same order.
-
-        Costs about half a microsecond. step: number of the step where another one begins.
+        All ranks call it in the same order. Costs about half a microsecond. step: number of a step
+        that begins.
         """
         old, place, before, since = self._now
         now = time.monotonic()
@@ -247,8 +246,8 @@ class HangWatchdog:
         self._thread = None
 
     def failed(self, error: BaseException) -> str:
-        """Report an exception to the other ranks now, before it leaves the block: cleaning up may
-        take time.
+        """Report an exception to the other ranks before it leaves the block: cleaning up may take
+        time.
 
         If a collective failed, find the rank to blame, which takes some seconds, log it, and return
         the verdict.
@@ -276,9 +275,7 @@ class HangWatchdog:
         return ""
 
     def ending(self, error: BaseException | None, where: Callable[[], str]) -> None:
-        """Take note that the run is over, and that what remains is to close it.
-
-        It may hang, with the folder locked.
+        """Note that only closing the run remains, which may hang with the folder locked.
 
         This rank ends then, with the code of `error`; without one with `exit_codes.ERROR`. where:
         names what hangs.
@@ -300,9 +297,8 @@ class HangWatchdog:
     def _end_later(
         self, seconds: float, code: int, reason: Callable[[], str]
     ) -> threading.Timer | None:
-        """End this process after `seconds`, unless the timer is cancelled.
-
-        None where nothing may end it.
+        """End this process after `seconds`, unless the timer is cancelled; None: nothing may end
+        it.
         """
         finish = self._end
         if finish is None:
@@ -339,7 +335,7 @@ class HangWatchdog:
     def _wait_for(
         self, key: str, seconds: float = _TOLD_SECONDS, unless: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Wait for a key of the store; return whether it came. unless: it will not come."""
+        """Return whether a key of the store came. unless: it will not come."""
         deadline = time.monotonic() + seconds
         while not self._store.check([key]):
             if time.monotonic() > deadline or unless():
@@ -421,7 +417,7 @@ class HangWatchdog:
         logger.error(f"{reason}:\n{table(states, culprits)}\n{self.verdict}")
 
     def _is_gone(self, rank: int = 0) -> bool:
-        """Return whether the process of another rank has ended, where this one can tell."""
+        """Return whether another rank's process has ended, where this one can tell."""
         return rank in self.near and has_ended(self.near[rank])
 
     def _state_since(self, rank: int, before: str) -> RankState:
@@ -433,7 +429,7 @@ class HangWatchdog:
         return replace(state, silent=beat == before and not state.end)
 
     def _beat(self, rank: int) -> str:
-        """Return the latest heartbeat of a rank: a number and its state; "" if there is none."""
+        """Return a rank's latest heartbeat, a number and its state; "": there is none."""
         key = f"beat/{rank}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
@@ -492,9 +488,7 @@ class HangWatchdog:
 
 
 def nccl_failure() -> str:
-    """Return what NCCL's own watchdog has found wrong, a minute before it aborts the process;
-    empty: nothing.
-    """
+    """Return what NCCL's watchdog has found wrong, a minute before it aborts the process; or ""."""
     for group in list(_world.pg_map):
         with contextlib.suppress(RuntimeError, AttributeError):  # no NCCL, or a wrapper that debugs
             found = group._get_backend(torch.device("cuda")).get_error()

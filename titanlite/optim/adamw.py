@@ -94,9 +94,8 @@ _BLOCK, _CUTS, _SMALL, _LEAST = 256, 8, 4096, 32
 
 
 def block_of(shape: torch.Size) -> int:
-    """Return how many neighbours in a row share a scale.
-
-    0: the moments of a tensor of this shape stay in float32.
+    """Return how many neighbours in a row share a scale; 0: moments of this shape stay in
+    float32.
     """
     block = min(_BLOCK, math.gcd(shape[-1], _BLOCK * _CUTS) // _CUTS) if len(shape) > 1 else 0
     return block if shape.numel() >= _SMALL and block >= _LEAST else 0
@@ -106,8 +105,8 @@ def block_of(shape: torch.Size) -> int:
 def _levels(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the 256 values of a code, rising, and the 255 borders between them.
 
-    As torchao's `create_dynamic_map`, whose import takes seconds: seven decades, each in twice the
-    steps of that below.
+    They are torchao's `create_dynamic_map`, whose import takes seconds: seven decades, each in
+    twice the steps of that below.
     """
     values = torch.tensor([0.0, 1.0])
     for decade in range(7):
@@ -121,9 +120,9 @@ def _levels(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Ten
 class AdamW8bit(AnyPrecisionAdamW):
     """AdamW whose moments are codes of 8 bits with one float32 scale for each block of a row.
 
-    After Dettmers et al., 2021, arXiv:2110.02861, in torchao's number format, which quantizes
-    blocks of each rank's flat shard. Here a block is a piece of one row: moments have the sharding
-    of the weights, and checkpoints load on any mesh that cuts no block.
+    After Dettmers et al., 2021, arXiv:2110.02861, in torchao's number format. A block is a piece of
+    one row, not of a rank's flat shard: moments have the sharding of the weights, and checkpoints
+    load on any mesh that cuts no block.
     """
 
     def __init__(self, parameters: Any, **options: Any) -> None:
@@ -137,7 +136,6 @@ class AdamW8bit(AnyPrecisionAdamW):
         value: torch.Tensor,
         decay: float,
     ) -> torch.Tensor:
-        """Move the average of 8-bit codes to `value`; return it in float32."""
         block = block_of(parameter.shape)
         if not block:
             return super().average(parameter, name, dtype, value, decay)

@@ -33,9 +33,8 @@ def build_custom(
 def _of_class(
     maker: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]], settings: Optimizer
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of a class that knows nothing of titanlite.
+    """Return an optimizer of a class that knows nothing of titanlite; its arrays become tuples.
 
-    Arrays of the config become tuples, which is what torch's own classes take.
     Raises ConfigError where it refuses its arguments, or lacks an option that a group sets.
     """
     args = dict(settings.args)

@@ -12,11 +12,10 @@ from titanlite.dist.local_parts import local
 
 
 class GatedOptimizer(torch.optim.Optimizer):
-    """Subclasses say in `update` how the parameters of a group change, and write every change with
-    `store`.
+    """Subclasses change the parameters of a group in `update`, and write every change with `store`.
 
-    The state has the parameters' sharding (DTensor), so that checkpoints load on any mesh. Updates
-    work on local parts.
+    The state is sharded as the parameters (DTensor), so checkpoints load on any mesh. Updates work
+    on local parts.
     """
 
     #: torch's protocol for gradient scalers: `step` does nothing where the tensor `found_inf` is
@@ -33,7 +32,7 @@ class GatedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Take one step. closure: not supported, as the losses are gone when titanlite steps."""
+        """closure: not supported, as the losses are gone when titanlite steps."""
         if closure is not None:
             raise ValueError("titanlite's optimizers take no closure")
         for group in self.param_groups:
@@ -46,9 +45,7 @@ class GatedOptimizer(torch.optim.Optimizer):
             self.update(group, parameters)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, but keep the dtypes of the state: torch casts it to that of the
-        parameters.
-        """
+        """Keep the dtypes of the state: torch casts it to that of the parameters."""
         super().load_state_dict(state_dict)
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]

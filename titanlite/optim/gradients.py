@@ -23,27 +23,22 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def clip_divisor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Return what gradients of global norm `norm` are divided by so that it is `max_norm` at most
-    (0-dim).
+    """Return the 0-dim divisor of gradients of global norm `norm` that makes it `max_norm`
+    at most.
     """
     return ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale all gradients so that their global norm is `max_norm` at most.
-
-    norm: what it is now (0-dim).
-    """
+    """Scale all gradients so that their global norm, now `norm` (0-dim), is `max_norm` at most."""
     torch._foreach_mul_(local_gradients(parameters), (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
 def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the Euclidean norm of the elements of all tensors (0-dim float32); all must be on one
-    device.
+    """Return the Euclidean norm of all tensors (0-dim float32), which must be on one device.
 
-    torch sums the squares of a whole CPU tensor in one chain of float32. At 2^28 elements 2 to 4 %
-    are missing. So CPU tensors are summed in chunks, without a copy. GPU kernels sum in parts
-    anyway.
+    torch sums the squares of a whole CPU tensor in one chain of float32: at 2^28 elements 2 to 4 %
+    are missing. So CPU tensors are summed in chunks.
     """
     pieces: list[torch.Tensor] = []
     for tensor in tensors:
@@ -57,8 +52,8 @@ def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 def square_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> torch.Tensor:
     """Return this rank's share of the squared norm of all gradients (0-dim float32 on `device`).
 
-    The shares of all ranks add up to it. A part that several ranks hold counts for each of them as
-    a fraction.
+    The shares of all ranks add up to it. A part that several ranks hold counts as a fraction on
+    each.
     """
     by_copies: dict[int, list[nn.Parameter]] = {}
     for parameter in parameters:

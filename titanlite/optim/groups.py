@@ -34,8 +34,7 @@ def parameter_groups(
     blocks: Collection[str] = (),
     scales: Scales | None = None,
 ) -> list[dict[str, Any]]:
-    """Divide parameters into the groups of `[[optimizer.groups]]`, and one more group of all
-    others.
+    """Divide parameters into the groups of `[[optimizer.groups]]`, and one group of all others.
 
     The first pattern that is found in a name decides. scales: divide them further. Groups without
     parameters on this rank are left out.

@@ -15,11 +15,8 @@ from titanlite.optim.optimizer import set_rates
 class StepInBackward:
     """Steps `optimizer` inside of `at(lr)`: each parameter as soon as its gradient is reduced.
 
-    One backward, one step.
-
-    The gradient is freed at once, so gradients of one FSDP group exist at a time instead of all. In
-    return nothing can depend on all gradients. There is no clipping by the global norm, no
-    accumulation, and the guard sees a bad step after it.
+    The gradient is freed at once, so gradients of one FSDP group exist at a time. In return there
+    is no clipping by the global norm and no accumulation, and the guard sees a bad step after it.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -35,10 +32,7 @@ class StepInBackward:
 
     @contextmanager
     def at(self, lr: float, before_update: Callable[[], object]) -> Iterator[None]:
-        """Update parameters during a backward pass inside, at learning rate `lr`.
-
-        before_update: is called at once.
-        """
+        """Update parameters during the one backward inside. before_update: is called at once."""
         before_update()
         set_rates(self._optimizer, lr)
         self._squares = []
@@ -49,9 +43,7 @@ class StepInBackward:
             self._active = False
 
     def square_norm(self, device: torch.device) -> torch.Tensor:
-        """Return this rank's share of the squared norm of the latest gradients, as
-        `gradients.square_norm`.
-        """
+        """Return this rank's share for the latest gradients, as `gradients.square_norm`."""
         return torch.stack(self._squares).to(device).sum()
 
     def _step(self, parameter: torch.Tensor) -> None:

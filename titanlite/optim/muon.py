@@ -26,8 +26,8 @@ _STEPS = 5
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
-    """Return matrices [..., m, n] with all singular values moved to about 1 (0.7 to 1.2), computed
-    in bfloat16.
+    """Return matrices [..., m, n] with all singular values moved to about 1 (0.7 to 1.2), in
+    bfloat16.
     """
     a, b, c = _COEFFICIENTS
     x = matrices.bfloat16().flatten(0, -3)
@@ -43,9 +43,9 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
 class Muon(AnyPrecisionAdamW):
     """Muon for groups with `muon = True`, AdamW in float32 for the others.
 
-    Parameters of such groups are matrices [m, n], or [k, m, n], k matrices. Each matrix of a mesh
-    is made orthogonal on one of the ranks that share it. An all-to-all brings its rows together,
-    and a second one takes them back.
+    Parameters of such groups are [m, n], or k matrices [k, m, n]. Each matrix of a mesh is made
+    orthogonal on one of its ranks. An all-to-all brings its rows together, and a second one takes
+    them back.
     """
 
     def __init__(self, parameters: Any, *, momentum: float = 0.95, **options: Any) -> None:
@@ -53,7 +53,6 @@ class Muon(AnyPrecisionAdamW):
         self.momentum = momentum
 
     def update(self, group: dict[str, Any], parameters: list[torch.nn.Parameter]) -> None:
-        """Take one step: Muon's for a group of matrices."""
         if not group.get("muon"):
             return super().update(group, parameters)
         alike = defaultdict(list)
@@ -87,9 +86,8 @@ class Muon(AnyPrecisionAdamW):
 
 
 def _at_once(parameter: torch.nn.Parameter) -> int:
-    """Return how many matrices are worked on at a time.
-
-    They are as many as ranks, so that no rank holds more than one whole matrix.
+    """Return how many matrices are worked on at a time: as many as ranks, so that none holds more
+    than one whole.
     """
     if not isinstance(parameter, DTensor):
         return 1
@@ -105,9 +103,7 @@ def _is_strided(placements: Sequence[Placement]) -> bool:
 
 
 def _orthogonal(directions: list[torch.Tensor], like: torch.nn.Parameter) -> list[torch.Tensor]:
-    """Return the directions, local parts of matrices sharded as `like`, with whole matrices made
-    orthogonal.
-    """
+    """Return local parts of matrices sharded as `like`, with whole matrices made orthogonal."""
     stack = torch.stack(directions).bfloat16()
     if not isinstance(like, DTensor):
         return list(orthogonalize(stack).unbind())

@@ -15,11 +15,10 @@ from titanlite.utils import is_dotted
 
 
 class Adam(torch.optim.Adam):
-    """torch's Adam, which steps on this rank's parts; its state keeps the sharding of the
-    parameters.
+    """torch's Adam on this rank's parts; its state keeps the sharding of the parameters.
 
-    All its operators are elementwise, so the numbers are the same. DTensor would dispatch each of
-    them more slowly.
+    All its operators are elementwise, so the numbers are the same. DTensor would dispatch each more
+    slowly.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
@@ -40,12 +39,10 @@ def build_optimizer(
     blocks: Collection[str] = (),
     scales: Scales | None = None,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of section `[optimizer]`.
+    """Build the optimizer of section `[optimizer]`; `gated_step` sets its rates at every step.
 
-    `gated_step` sets its learning rates at every step.
-
-    parameters: all of a model, by name. blocks: names of the model's blocks; Muon takes their
-    matrices. scales: of rates and epsilons, for a built-in optimizer. Without groups all parameters
+    parameters: all of a model, by name. blocks: names of the model's blocks, whose matrices Muon
+    takes. scales: of rates and epsilons, for a built-in optimizer. Without groups all parameters
     have one weight decay, norms included, as in Llama 2's and torchtitan's training.
 
     Raises TypeError for an object that is no optimizer, and ConfigError for a class that refuses
@@ -90,11 +87,9 @@ def _built_in(
 
 
 def keep_ratios(optimizer: torch.optim.Optimizer, base: float) -> torch.optim.Optimizer:
-    """Note in each parameter group as `lr_scale` the ratio of its learning rate to `base`, unless
-    it has one.
+    """Note in each parameter group without `lr_scale` the ratio of its rate to `base`.
 
-    The ratios belong to the configuration, as all hyper-parameters: a resumed run has those of its
-    own optimizer.
+    Ratios belong to the configuration: a resumed run has those of its own optimizer.
     """
     for group in optimizer.param_groups:
         group.setdefault("lr_scale", group["lr"] / base if base else 1.0)
@@ -136,13 +131,12 @@ def gated_step(
     lr: float,
     divisor: torch.Tensor | None = None,
 ) -> None:
-    """Take one optimizer step at learning rate `lr` if the flag `ok` (0-dim bool) is set, else
-    change nothing.
+    """Take one optimizer step if the flag `ok` (0-dim bool) is set, else change nothing.
 
     A parameter group with `lr_scale` steps at `lr * lr_scale`. torch's fused kernels select on the
-    device by `found_inf`, the protocol of gradient scalers; for other optimizers the host reads the
-    flag. divisor: of all gradients (0-dim float32), for an optimizer that `divides_gradients`. Both
-    are on the weights' device.
+    device by `found_inf`, the protocol of gradient scalers; for others the host reads the flag.
+    divisor: of all gradients (0-dim float32), for an optimizer that `divides_gradients`. Both are
+    on the weights' device.
     """
     set_rates(optimizer, lr)
     if _selects(optimizer):

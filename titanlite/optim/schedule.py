@@ -73,7 +73,7 @@ def _decay(kind: str, progress: float, floor: float) -> float:
 def lr_factor(schedule: Schedule, step: int, size: int = 1) -> float:
     """Return the share of the peak learning rate at step `step`, counted from 1.
 
-    By tokens: step: tokens of the run with this step. size: tokens of this step.
+    By tokens: `step` is the tokens of the run with this step, `size` those of this step.
     """
     if schedule.total_steps is None:
         raise ValueError(
@@ -119,10 +119,10 @@ def learning_rate(schedule: Schedule, peak: float, step: int, size: int = 1) -> 
 class LearningRate:
     """`rate(step)` is the learning rate of a step, counted from 1.
 
-    peak: the rate that factors of the schedule scale. began: steps done when the schedule began,
-    began_tokens: their tokens.
-    phases: first step and factor of each `[[data.phase]]`, in order. peaks: first step and peak of
-    those that have one. course: tokens of the steps, for a schedule that counts them.
+    peak: the rate that factors of the schedule scale. began, began_tokens: steps and tokens done
+    when the schedule began. phases: first step and factor of each `[[data.phase]]`, in order.
+    peaks: first step and peak of those that have one. course: tokens of the steps, for a schedule
+    that counts them.
     """
 
     schedule: Schedule
@@ -150,7 +150,7 @@ class LearningRate:
         return self.course
 
     def change_length(self, before: int, steps: int) -> None:
-        """The run has another number of steps; a schedule as long as the run follows it."""
+        """A schedule as long as the run follows it to its new number of steps."""
         if self.course is not None and self.schedule.in_tokens:
             before = self.course.tokens_after(before)
             steps = self.course.tokens_after(steps)
@@ -158,9 +158,7 @@ class LearningRate:
             self.schedule = replace(self.schedule, total_steps=steps)
 
     def record(self) -> dict[str, Any]:
-        """Return all numbers that rates follow from, for a checkpoint: `with_record` makes the same
-        rates of them.
-        """
+        """Return the numbers of a checkpoint, of which `with_record` makes the same rates."""
         record: dict[str, Any] = {**asdict(self.schedule), "peak": self.peak}
         if not self.schedule.in_tokens:
             # As in checkpoints of versions that knew steps alone.
@@ -172,7 +170,6 @@ class LearningRate:
         return record
 
     def with_record(self, record: dict[str, Any]) -> LearningRate:
-        """Return a copy with the numbers of `record`."""
         own = {"in_tokens": False, **record}
         peak = own.pop("peak", self.peak)
         phases = _pairs(own.pop("phases", ()))

@@ -79,8 +79,8 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 @functools.cache
 def kind_of(op: Any) -> str:
-    """Return "matmul", "attention" or "other" for the operators of the policy; "" for every other
-    operator.
+    """Return "matmul", "attention" or "other" for operators of the policy; "" for every
+    other one.
     """
     is_overload = isinstance(op, torch._ops.OpOverload)
     name = str(op) if is_overload else f"higher_order.{op.name()}"
@@ -91,8 +91,8 @@ class OpPolicy:
     """The per-op policy of one pass through a block: attention and every second product, the first
     included.
 
-    narrow: width of adapters, whose products are cheap. They are repeated, and do not count; 0:
-    there are none.
+    narrow: width of adapters, whose cheap products are repeated and do not count; 0: there are
+    none.
     """
 
     def __init__(self, narrow: int = 0) -> None:
@@ -102,7 +102,6 @@ class OpPolicy:
         self._matmuls = {False: 0, True: 0}
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """Decide whether to keep the output of `op` for the backward."""
         kind = kind_of(op)
         save = kind in ("attention", "other")
         if kind == "matmul":
@@ -118,7 +117,7 @@ class OpPolicy:
 def contexts_by_op(narrow: int = 0) -> Contexts:
     """Return what makes contexts for `torch.utils.checkpoint`, one object for all blocks.
 
-    Each call has a new `OpPolicy`, which counts from zero. narrow: width of adapters.
+    Each call has a new `OpPolicy`, which counts from zero.
     """
     return lambda: create_selective_checkpoint_contexts(OpPolicy(narrow))
 
@@ -177,9 +176,7 @@ def checkpoint_block(block: nn.Module, by_op: bool) -> None:
 
 
 def exchange_of(block: nn.Module) -> Any:
-    """Return what moves rows of a block to other ranks and back (`exchange` of a module in it);
-    None: nothing does.
-    """
+    """Return what moves rows of a block to other ranks (`exchange` of a module in it), or None."""
     for module in block.modules():
         # A module of a user may call something else so.
         exchange = getattr(module, "exchange", None)
@@ -193,9 +190,8 @@ _KNOWN = ("torch", "torchao", "titanlite", "builtins")
 
 
 def _draws(module: nn.Module) -> bool:
-    """Whether a module may draw random numbers.
-
-    It does as a dropout layer, by a rate that it hands to a function, or in code of others.
+    """Whether a module may draw random numbers: as a dropout layer, by a rate that it hands to a
+    function, or in code of others.
     """
     if isinstance(module, _DropoutNd) and module.p > 0:
         return True

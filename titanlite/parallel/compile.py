@@ -49,8 +49,7 @@ def prepare_compile(
 ) -> None:
     """Check that the backend can work on this machine, and set the folder of compiled code.
 
-    device_type: "cpu" or "cuda"; by default CUDA when this machine has it. cache_dir: see
-    `use_cache_folder`.
+    device_type: by default "cuda" where this machine has it. cache_dir: see `use_cache_folder`.
     Raises ParallelismError.
     """
     check_backend(backend, device_type)
@@ -101,13 +100,12 @@ def _missing_tool(cuda: bool) -> str | None:
 
 
 def use_cache_folder(cache_dir: str | None) -> str:
-    """Choose the folder of this process's compiled code, and return it.
+    """Choose the folder of this process's compiled code before anything is compiled; return it.
 
-    Call it before anything is compiled.
+    None: that of the environment variable TORCHINDUCTOR_CACHE_DIR, else `titanlite/inductor` in the
+    user's cache folder, which survives a restart. Where that cannot be written, torch's default
+    below /tmp stays.
 
-    cache_dir: the folder. None: that of the environment variable TORCHINDUCTOR_CACHE_DIR, else
-    `titanlite/inductor` in the user's cache folder ($XDG_CACHE_HOME or ~/.cache), which survives a
-    restart of the machine. Where that cannot be written, torch's default below /tmp stays.
     Raises ParallelismError when a named folder cannot be written to.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -136,9 +134,9 @@ def use_cache_folder(cache_dir: str | None) -> str:
 def separate_cache(mesh: DeviceMesh, device: torch.device) -> None:
     """Let this rank find only cached graphs of ranks with the same shards and the same device.
 
-    torch 2.13 names a graph of DTensors by their mesh and global shapes alone (pytorch issue
-    188390). After a restart a rank of tensor parallelism would run another rank's graph. Its loss
-    would be wrong, without an error.
+    torch 2.13 names a graph of DTensors by mesh and global shapes alone (pytorch issue 188390).
+    After a restart a tensor-parallel rank would run another's graph, and its loss would be wrong
+    without an error.
     """
     tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
     if mesh["tp"].size() > 1:
@@ -199,8 +197,7 @@ def _with_name(name: str, compiled: Any) -> Any:
 class CompileWatch:
     """Logs what is compiled and for how long, and after the warm-up what is compiled *again*.
 
-    The warm-up is the first step and the first validation. Only one of them records gradients, so
-    each needs other graphs.
+    The warm-up is the first step and the first validation, which needs graphs without gradients.
     """
 
     def __init__(self, backend: str) -> None:
@@ -210,7 +207,6 @@ class CompileWatch:
         self._since = time.time_ns() // 1000
 
     def start(self) -> None:
-        """Log that the first step compiles."""
         patience = ""
         if self._backend == "inductor":
             patience = (
@@ -219,10 +215,10 @@ class CompileWatch:
         logger.info(f"the first step compiles with {self._backend}{patience}")
 
     def after(self, step: int, phase: str) -> None:
-        """Call it after every step and after every validation. It warns of a recompilation.
+        """Warn of recompilations; call it after every step and every validation.
 
-        phase: "training", "validation", or another for steps of another size: each needs graphs of
-        its own.
+        phase: "training", "validation", or another for steps of another size: each needs its own
+        graphs.
         """
         entries = []
         for entry in torch._dynamo.utils.get_compilation_metrics():

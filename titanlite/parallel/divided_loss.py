@@ -20,12 +20,11 @@ from titanlite.regularized_loss import Objective
 
 
 def divided_cross_entropy(logits: DTensor, labels: Tensor, objective: Objective) -> Tensor:
-    """Return the sum over valid tokens of -log p(label), with the gradient of `objective`; a plain
-    scalar in float32.
+    """Return the float32 sum over valid tokens of -log p(label), with the gradient of `objective`.
 
     logits: [..., vocab], on a one-dimensional mesh whose ranks hold equal parts of the vocabulary.
-    labels: [...] int64 of the whole vocabulary, `IGNORE` where there is no target; the same on
-    every rank. Every rank of the mesh calls it.
+    labels: [...] int64 of the whole vocabulary or `IGNORE`, the same on every rank. Every rank of
+    the mesh calls it.
     """
     loss: Tensor = _DividedCrossEntropy.apply(logits, labels, objective)
     return loss
@@ -90,7 +89,6 @@ class _Layout:
         self.local_shape = tensor.to_local().shape
 
     def like(self, local: Tensor) -> DTensor:
-        """Return a DTensor of this layout. local: this rank's numbers, in their order."""
         return DTensor.from_local(
             local.view(self.local_shape),
             self.mesh,

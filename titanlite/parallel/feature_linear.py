@@ -21,7 +21,7 @@ class FeatureLinear:
     adapter_rank = 0
 
     def tensor_style(self, kind: str, output: Placement, mesh: DeviceMesh) -> ParallelStyle | None:
-        """Return how tensor parallelism divides it over `mesh`; None: as any other linear.
+        """Return how tensor parallelism divides it; None: as any other linear.
 
         kind: as in a plan of `titanlite.parallel.tensor.apply_tp`. output: the placement of the
         result, where the kind leaves it open.
@@ -29,9 +29,10 @@ class FeatureLinear:
         return None
 
     def input_cast(self, mesh: DeviceMesh) -> Callable[[Tensor, nn.Module], Tensor] | None:
-        """Return a function (x, linear) → x that makes an input smaller before `mesh` gathers it.
+        """Return a function (x, linear) → x that shrinks an input before `mesh` gathers it, or
+        None.
 
-        Linears with the same input must have the same function. None: there is nothing to do.
+        Linears with the same input must have the same function.
         """
         return None
 

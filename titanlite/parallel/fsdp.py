@@ -107,7 +107,6 @@ def _modules_of(model: nn.Module, groups: Sequence[Sequence[str]]) -> list[list[
 
 
 def _sum_gradients(model: nn.Module) -> None:
-    """Let reductions sum gradients, where torch takes their mean."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -116,8 +115,8 @@ def _sum_gradients(model: nn.Module) -> None:
 
 
 def _stack_placement(dp_mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
-    """Return a `shard_placement_fn`: stacks of matrices that the ranks cannot share as a whole are
-    cut in each matrix.
+    """Return a `shard_placement_fn` that cuts stacks of matrices inside each matrix where ranks
+    cannot share the stack evenly.
 
     Of 8 experts on 16 ranks torch would give each to one rank, and nothing to the others.
     """
@@ -138,18 +137,16 @@ def _stack_placement(dp_mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | No
 
 
 def offloads(cpu_offload: bool, device_type: str) -> bool:
-    """Whether parameters, gradients and optimizer state are kept in host memory.
-
-    On a CPU they are there already.
+    """Whether parameters, gradients and optimizer state are kept in host memory: on a CPU they are
+    already.
     """
     return cpu_offload and device_type != "cpu"
 
 
 def _set_prefetch(model: nn.Module, groups: Sequence[Sequence[nn.Module]], ahead: int) -> None:
-    """Let each group start the all-gathers of the `ahead` groups after it before it computes,
-    forward and backward.
+    """Let each group start the all-gathers of the `ahead` groups after it before it computes.
 
-    groups: modules of each group, in the order they last run; backward takes them from the end.
+    groups: in the order they last run; backward takes them from the end.
     """
     position = {module: index for index, module in enumerate(model.modules())}
 
@@ -169,8 +166,8 @@ def _set_prefetch(model: nn.Module, groups: Sequence[Sequence[nn.Module]], ahead
 def free_gathered(model: nn.Module) -> None:
     """Free gathered weights, so that the model's parameters are the sharded ones.
 
-    A forward pass without a backward leaves some in other forms, which an optimizer or
-    `full_tensor` must not take.
+    A forward pass without a backward leaves others, which an optimizer or `full_tensor` must not
+    take.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

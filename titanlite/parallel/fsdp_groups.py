@@ -25,8 +25,8 @@ def choose_groups(
 ) -> list[FSDPGroup]:
     """Return the FSDP groups of a policy. Call it before modules are wrapped: it goes by classes.
 
-    policy: "block" (`blocks`, the groups that the model itself proposes), "root" (the whole model),
-    or names of classes. Raises ParallelismError.
+    policy: "block" (`blocks`, which the model proposes), "root" (the whole model), or names of
+    classes. Raises ParallelismError.
     """
     if not isinstance(policy, str):
         return groups_by_class(model, policy)
@@ -66,9 +66,7 @@ def _can_be_group(path: str, module: nn.Module) -> bool:
 
 
 def _post_order(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield path and module, every module once and after its children: the order in which modules
-    end.
-    """
+    """Yield path and module, every module once and after its children."""
     seen: set[nn.Module] = set()
 
     def walk(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -86,8 +84,8 @@ def _in_order(model: nn.Module, groups: Sequence[FSDPGroup]) -> list[FSDPGroup]:
     """Return the groups in the order they last run, without those that share a parameter with
     modules outside.
 
-    A parameter can belong to one group only. So the modules that share it stay in the group around
-    all of them or in the root.
+    A parameter can belong to one group only, so modules that share it stay in the group around them
+    or in the root.
     """
     owners: dict[nn.Parameter, list[str]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))

@@ -22,11 +22,11 @@ from titanlite.parallel.fsdp_private import (
 
 
 def avoid_copies(model: nn.Module) -> None:
-    """Let a rank compute with the sharded weights that it has alone themselves, and make their
-    sharded gradients without a copy; in place.
+    """Let a rank that has weights alone compute with the sharded ones, and not copy their
+    gradients; in place.
 
-    model: after `fully_shard`. torch gathers such weights by a copy, and reduces their gradients by
-    two, or by three where it divides by a factor.
+    torch copies such weights once, and their gradients two or three times. Call it after
+    `fully_shard`.
     """
     groups = list(parameter_groups(model))
     alone = [group for group in groups if group.mesh_info.mesh.size() == 1]
@@ -87,9 +87,7 @@ class _WholeParam(FSDPParam):
             del self._unsharded_param
 
     def accumulate_unsharded_grad_if_needed(self) -> None:
-        """Add the gradient of a backward pass to the sharded gradient, so that torch finds nothing
-        to reduce.
-        """
+        """Add to the sharded gradient, so that torch finds nothing to reduce."""
         whole = getattr(self, "_unsharded_param", None)
         if whole is None or whole.grad is None:
             return
@@ -110,9 +108,7 @@ class _WholeParam(FSDPParam):
 
 
 class _OneBuffer(ReduceScatter):
-    """Gives `fully_shard` one tensor as input and output of a reduction, so one rank copies
-    nothing.
-    """
+    """Gives `fully_shard` one tensor as input and output of a reduction, so nothing is copied."""
 
     _given: torch.Tensor | None = None
 
@@ -134,8 +130,8 @@ class _OneBuffer(ReduceScatter):
 def _reduce_where_it_computes(model: nn.Module) -> None:
     """Let a rank that has all weights alone reduce its gradients in the stream that computes.
 
-    A stream's freed memory serves that stream only. In FSDP's own stream for reductions, the memory
-    of all gradients would lie idle during the forward pass: 30 GiB of an 8B model.
+    A stream's freed memory serves that stream only. In FSDP's own stream, the memory of all
+    gradients would lie idle during the forward pass: 30 GiB of an 8B model.
     """
     streams = streams_of(model)
     make_streams = streams.lazy_init

@@ -36,8 +36,8 @@ def ranks_of(group: Any) -> int:
 
 
 def streams_of(model: nn.Module) -> Any:
-    """Return the CUDA streams (`FSDPCommContext`) of the root, which all its modules share from
-    the first forward pass on.
+    """Return the CUDA streams (`FSDPCommContext`) that the modules share from the first forward
+    pass on.
     """
     return cast(FSDPModule, model)._get_fsdp_state()._comm_ctx
 

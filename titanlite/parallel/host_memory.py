@@ -14,13 +14,12 @@ MOST_LEAVING = 2
 
 
 class HostMemory:
-    """Page-locked memory beside a CUDA device, reached over its own stream: copies run beside
-    the computation.
+    """Page-locked memory beside a CUDA device, with its own stream: copies run beside the
+    computation.
 
-    A fetch also begins to copy back the tensor that was sent before, which a backward needs next.
-    Device memory on both ends belongs to the computation's stream, which waits for the other one.
-    With `Tensor.record_stream` instead, the allocator would take new memory as far as the host runs
-    ahead of the device.
+    A fetch also starts to copy back the tensor sent before, which a backward needs next. Device
+    memory on both ends belongs to the computation's stream, which waits for the other one. With
+    `Tensor.record_stream` the allocator would take new memory as far as the host runs ahead.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,8 +36,8 @@ class HostMemory:
         return offloaded
 
     def let_go(self, most: int) -> None:
-        """Hold no more than `most` tensors for their copy to the host; later computation waits for
-        those copies.
+        """Hold at most `most` tensors for their copy to the host; later computation waits for the
+        copies.
         """
         current = torch.cuda.current_stream(self.device)
         while len(self._leaving) > most:
@@ -75,7 +74,6 @@ class OffloadedTensor:
         self._arrived = stream.record_event()
 
     def fetch(self) -> Tensor:
-        """Return the tensor on its device."""
         given = self._given() if self._given is not None else None
         if given is not None:
             return given  # another operator that saved the same tensor still holds it

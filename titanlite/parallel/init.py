@@ -33,7 +33,7 @@ def seed_generators(seed: int, mesh: DeviceMesh) -> None:
     """Seed torch's own generators on this rank, for dropout and the like.
 
     Ranks that share each product (`tp`) draw the same numbers, as DTensor's random operators
-    require; all others draw other numbers. mesh: from `DistEnv.build_mesh`.
+    require; all others draw other numbers.
     """
     place = 0
     for name in mesh.mesh_dim_names or ():
@@ -112,8 +112,8 @@ def init_weights(
 ) -> None:
     """Give every parameter of `model` (plain or DTensor, already on its device) its initial value.
 
-    rule: full parameter name → Init. device: where to draw the values, if not where the parameters
-    are. Weights in host memory then start as those on the device.
+    rule: full parameter name → Init. device: where to draw, if not where parameters are, so that
+    weights in host memory start as those on the device.
     """
     for name, parameter in model.named_parameters():
         fill_part(parameter, name, rule(name), seed, device)
@@ -123,10 +123,9 @@ def init_weights(
 def fill_part(
     tensor: torch.Tensor, name: str, init: Init, seed: int, device: torch.device | None = None
 ) -> None:
-    """Fill this rank's part of a tensor (plain or DTensor) in place.
+    """Fill this rank's part of a tensor (plain or DTensor) in place, by seed and name alone.
 
-    The values depend on seed and name, not on how the tensor is sharded. device: where to draw
-    them, if not where the tensor is.
+    device: where to draw the values, if not where the tensor is.
     """
     shape = tuple(tensor.shape)
     if isinstance(tensor, DTensor):
@@ -141,18 +140,14 @@ def fill_part(
 
 
 def fix_workspace() -> None:
-    """Fix cuBLAS' workspace, without which it is not deterministic.
-
-    Call it before the first product.
+    """Fix cuBLAS' workspace, without which it is not deterministic. Call it before the first
+    product.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def use_deterministic(warn_only: bool = False) -> None:
-    """Let torch use deterministic algorithms.
-
-    warn_only: warn where there is none, instead of an error.
-    """
+    """Let torch use deterministic algorithms. warn_only: warn where there is none."""
     fix_workspace()
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     # Else each new tensor is filled with NaN before it is written: another kernel, for faults of
@@ -167,9 +162,8 @@ def materialize(
     initialize: Callable[[nn.Module], None],
     parameters_on: torch.device | None = None,
 ) -> None:
-    """Give a meta-device model memory and values.
-
-    parameters_on: where parameters live, if not on `device`.
+    """Give a meta-device model memory and values. parameters_on: where parameters live, if not on
+    `device`.
 
     All are NaN first, integers a number that no model has. Raises RuntimeError for a parameter or
     buffer that `initialize` leaves so.

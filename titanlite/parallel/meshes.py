@@ -9,8 +9,7 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the ranks over which each weight is sharded: [shard], or with replicas [replicate,
     shard].
 
-    mesh: from `DistEnv.build_mesh`. Ranks that share a sequence hold the same weights too, so
-    weights are sharded over them as well.
+    Ranks that share a sequence hold the same weights, so weights are sharded over them as well.
     """
     replicas = mesh["dp_replicate"].size() > 1
     if mesh["cp"].size() == 1:

@@ -29,11 +29,11 @@ def offload(
     block: nn.Module, host: HostMemory, model: nn.Module, least_bytes: int = LEAST_BYTES
 ) -> None:
     """Let `host` hold the tensors that calls of `block` save for their backward, in place; names
-    stay as they are.
+    stay.
 
     Weights, buffers of `model` and arguments without a gradient (masks, which all blocks share)
-    stay on the device. The hooks surround the block's call. So they also work on a compiled or
-    checkpointed block, whose saved tensors are its inputs.
+    stay on the device. The hooks surround the block's call, so they also work on a compiled or
+    checkpointed block.
     """
     object.__setattr__(block, "_offload", (host, model.buffers, least_bytes))
     cls: Any = type(block)

@@ -51,9 +51,10 @@ class ModelBuilder:
     shard_options: dict[str, Any] = field(default_factory=dict)
 
     def build(self, seed: int) -> nn.Module:
-        """Build the sharded model on the device with its initial weights.
+        """Build the sharded model on the device with its initial weights. No rank ever holds a full
+        copy.
 
-        No rank ever holds a full copy. Of a pipeline it is this rank's stages (`PipelineModel`).
+        Of a pipeline it is this rank's stages (`PipelineModel`).
         """
         model = self.build_on_meta()
 
@@ -92,7 +93,6 @@ class ModelBuilder:
         return self.run.features.build(self, divide)
 
     def whole(self) -> nn.Module:
-        """Build the whole model on the meta device, as its family makes it."""
         return self.spec.build_on_meta(self.args)
 
     def parallelize(self, model: nn.Module, groups: Sequence[FSDPGroup]) -> nn.Module:
@@ -177,7 +177,6 @@ class ModelBuilder:
         )
 
     def loss(self) -> LossFunction:
-        """Return the loss function for the logits of the model, compiled if asked."""
         self._separate_cache()
         training = self.run.training
         loss: LossFunction = cross_entropy_sum
@@ -208,7 +207,6 @@ class ModelBuilder:
         return linears_of(self.spec, self.args, self.tp)
 
     def compiles(self, component: str) -> bool:
-        """Whether `torch.compile` is applied to "model" or to "loss"."""
         return self.run.training.compile and component in self.run.compile.components
 
     @property
@@ -221,8 +219,8 @@ class ModelBuilder:
         return names
 
     def compiled_modules(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Return those of `compiled_names` in this model or pipeline stage, without modules that
-        send rows to other ranks: the host reads how many.
+        """Return those of `compiled_names` that are here, without modules that send rows to other
+        ranks: the host reads how many.
         """
         from titanlite.parallel.activation_checkpoint import exchange_of
 

@@ -100,7 +100,6 @@ def apply_tp(
 def _styles(
     modules: Mapping[str, nn.Module], kinds: dict[str, str], mesh: DeviceMesh, shard_logits: bool
 ) -> dict[str, ParallelStyle]:
-    """Return torch's style of each module that has one. kinds: of those that are there."""
     last = next(reversed(kinds), "")
     logits = Shard(-1) if shard_logits else Replicate()
     styles: dict[str, ParallelStyle] = {}
@@ -182,9 +181,8 @@ _Cast = Callable[[Tensor, nn.Module], Tensor]
 def _gather_input(
     modules: Mapping[str, nn.Module], name: str, takers: Sequence[str], mesh: DeviceMesh
 ) -> None:
-    """Let a module make its first argument whole, in place.
-
-    takers: names of the linears inside that take it.
+    """Let a module make its first argument whole, in place. takers: the linears inside that take
+    it.
     """
     # The cast before the all-gather that all takers have in common.
     casts = set[_Cast | None]()
@@ -201,12 +199,11 @@ def _gather_input(
 # One class for all blocks: `torch.compile` compiles each class again.
 @functools.cache
 def _gathering(cls: type[nn.Module], cast: _Cast | None, linear: str) -> type[nn.Module]:
-    """Return a subclass that gathers its first argument.
+    """Return a subclass that gathers its first argument. cast: called before, with the linear of
+    that name.
 
-    cast: is called before, with the linear inside of this name.
-
-    A class and no hook, so that `torch.compile` of the module has the all-gather in its graph. A
-    hook is compiled apart, and then an all-reduce of the gradient replaces the reduce-scatter.
+    A class, so that `torch.compile` of the module has the all-gather in its graph. A hook is
+    compiled apart, and an all-reduce of the gradient replaces the reduce-scatter.
     """
 
     class Gathering(cls):  # type: ignore[valid-type,misc]
@@ -223,10 +220,7 @@ def _gathering(cls: type[nn.Module], cast: _Cast | None, linear: str) -> type[nn
 
 
 def _share_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A hook before a module: makes its first argument whole.
-
-    Each rank's heads give a part of the gradient, and the parts are added up.
-    """
+    """Each rank's heads give a part of the gradient, and the parts are added up."""
     x, *others = args
     whole = x.redistribute(placements=[Replicate()])
     return (whole.to_local(grad_placements=[Partial()]), *others)
@@ -261,7 +255,7 @@ def shared_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def tie(model: nn.Module, first: str, name: str) -> None:
-    """Make parameter `name` be parameter `first` again: each module has got a divided one of its
+    """Make parameter `name` be parameter `first` again, where each module has a divided one of its
     own.
     """
     source = model.get_parameter(first)
@@ -276,14 +270,12 @@ def tie(model: nn.Module, first: str, name: str) -> None:
 
 
 def tensor_loss(loss: LossFunction) -> LossFunction:
-    """Return `loss` for logits [batch, seq, vocab] that are a DTensor.
+    """Return `loss` for logits [batch, seq, vocab] that are a DTensor, divided by vocabulary or
+    whole.
 
-    Logits divided by vocabulary are never gathered.
-
-    loss: `cross_entropy_sum` or a result of `regularized`, which `divided_cross_entropy` computes
-    in place. Or another function made of `cross_entropy`, also a compiled one, by the operators of
-    torch's `loss_parallel`.
-    The result is a plain scalar, the same on every rank of the mesh.
+    `divided_cross_entropy` computes `cross_entropy_sum` and results of `regularized` in place.
+    Others, also compiled, must be made of `cross_entropy`, for torch's `loss_parallel`. Divided
+    logits are never gathered. The result is a plain scalar, the same on every rank of the mesh.
     """
     objective = objective_of(loss)
 
@@ -303,9 +295,7 @@ def tensor_loss(loss: LossFunction) -> LossFunction:
 
 
 class _ShardedLoss(torch.autograd.Function):
-    """Enters torch's `loss_parallel`, which replaces operators, around one loss function's forward
-    and backward.
-    """
+    """Enters torch's `loss_parallel`, which replaces operators, around a loss function's passes."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, loss: LossFunction) -> Tensor:

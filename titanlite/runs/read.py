@@ -52,7 +52,7 @@ Row = Mapping[str, float]
 
 
 class RunError(ValueError):
-    """A folder is no run, or a part of it is unreadable; the text names file and remedy."""
+    """A folder is no run, or a part of it is unreadable."""
 
     exit_code = exit_codes.CONFIG
 
@@ -61,8 +61,7 @@ class RunError(ValueError):
 class Run:
     """One run with all its attempts.
 
-    `rows` have a step each, in the order of the file; values that are not finite are NaN or
-    infinite.
+    `rows` have a step each, in the order of the file; values may be NaN or infinite.
     """
 
     folder: Path
@@ -77,8 +76,8 @@ class Run:
 
     @property
     def state(self) -> str:
-        """running, done, stopped (by the guard), preempted, failed, died, or unknown (no attempt is
-        recorded).
+        """running, done, stopped (by the guard), preempted, failed, died, or unknown (no
+        record).
         """
         if not self.attempts:
             return "unknown"
@@ -157,9 +156,7 @@ class Run:
         return [row["time"] for row in self.rows if "time" in row]
 
     def segments(self) -> list[list[Row]]:
-        """Return the training rows by attempt; one list where nothing distinguishes the
-        attempts.
-        """
+        """Return the training rows by attempt; one list where nothing distinguishes them."""
         later = [attempt["started"] for attempt in self.attempts[1:]]
         starts = [start for start in later if start is not None]
         parts: list[list[Row]] = [[] for _ in range(len(starts) + 1)]
@@ -174,8 +171,8 @@ class Run:
 def read_run(path: Path, *, partial: bool = False) -> Run:
     """Read the run in a folder, or that of a metrics file such as an earlier run's metrics-1.jsonl.
 
-    Damaged lines and figures are left out, and named in `problems`. Raises RunError for what is no
-    run, and for a config that cannot be read. partial: the latter goes into `problems` instead.
+    Damaged lines and figures are named in `problems`. Raises RunError for what is no run, and for a
+    config that cannot be read. partial: the latter goes into `problems` instead.
     """
     path = Path(path)
     problems: list[str] = []
@@ -237,8 +234,7 @@ def _begins_again(attempt: Attempt, before: Attempt) -> bool:
 def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
     """Return the run folders at most `depth` levels below `folder`, itself included.
 
-    Folders that runs make for other things are skipped. Raises RunError when there is no such
-    folder.
+    Raises RunError when there is no such folder.
     """
     if not folder.is_dir():
         raise RunError(
@@ -267,7 +263,7 @@ def _rows(path: Path, problems: list[str]) -> tuple[Row, ...]:
     """Return the figures of a metrics file; training rows get "total_tps", tokens per second over
     all devices.
 
-    A figure that is no number is left out, and named in `problems`. Raises FileNotFoundError.
+    Raises FileNotFoundError.
     """
     rows: list[dict[str, float]] = []
     step = 0.0
@@ -288,7 +284,7 @@ def _rows(path: Path, problems: list[str]) -> tuple[Row, ...]:
 
 
 def _figures(raw: Mapping[str, Any], path: Path, problems: list[str]) -> dict[str, float]:
-    """Return the figures of a line of a metrics file; none for one without a step."""
+    """Return the figures of a line; none for one without a step."""
     row: dict[str, float] = {}
     if "step" not in raw:
         return row
@@ -305,10 +301,7 @@ def _figures(raw: Mapping[str, Any], path: Path, problems: list[str]) -> dict[st
 
 
 def _number(value: Any) -> float | None:
-    """Return the number that a row holds; a text stands for one that is not finite.
-
-    None: it is no number.
-    """
+    """Return a number, which may be a text if not finite; None: it is none."""
     if not isinstance(value, (int, float, str)):
         return None
     try:

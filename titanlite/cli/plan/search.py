@@ -145,7 +145,6 @@ class _Search:
         self._found: dict[frozenset[tuple[str, Any]], Candidate | None] = {}
 
     def speed(self, run: RunConfig) -> Speed:
-        """Return the speed of the largest steps of a run."""
         first = max(run.legs, key=lambda first: run.legs[first].tokens_per_step)
         return predict(run.steady_at(first), self.cluster)
 
@@ -170,7 +169,6 @@ class _Search:
         return self.weighed(self.candidate(changes) or candidate)
 
     def weighed(self, candidate: Candidate) -> Candidate:
-        """Return it with its memory."""
         memory = formula(candidate.run)
         host = sum(host_memory(candidate.run, self.cluster, memory).values())
         return replace(candidate, needed=needed_bytes(memory), host=host)

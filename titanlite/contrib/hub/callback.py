@@ -83,7 +83,6 @@ class HubUploads(Callback):
         self._stop()
 
     def _stop(self) -> None:
-        """End the push under way, and tell what is missing on the hub."""
         self._stopped = True
         self._pool.shutdown(wait=False, cancel_futures=True)
         if (process := self._process) is not None:

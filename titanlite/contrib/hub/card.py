@@ -35,9 +35,8 @@ _BASE = "base_model_name_or_path"
 def files_beside(
     weights: Weights, folder: Path, place: tuple[str, str], license: str | None
 ) -> dict[str, bytes]:
-    """Return the files that go up with weights, by name.
-
-    folder: the exported weights. place: repository and branch.
+    """Return the files that go up with weights, by name. folder: the exported weights. place:
+    repository and branch.
     """
     found = {}
     base = ""
@@ -88,8 +87,8 @@ def _card(weights: Weights, base: str, place: tuple[str, str], license: str | No
 
 
 def shown_config(toml: str) -> str:
-    """Return a config for everybody: no secrets, no `[launch]`, and of private paths the last
-    part.
+    """Return a config without secrets and `[launch]`, and with the last part of private paths
+    alone.
     """
     from huggingface_hub import get_token
 
@@ -99,7 +98,6 @@ def shown_config(toml: str) -> str:
 
 
 def _public_part(match: re.Match[str]) -> str:
-    """Return a quoted text without private folders; "" for a comment."""
     quoted = match[1]
     if quoted is None:
         return ""

@@ -85,9 +85,10 @@ def _run(arguments: argparse.Namespace) -> str:
 
 
 def export(weights: Weights, target: Path, arguments: argparse.Namespace) -> Path:
-    """Write a checkpoint as a folder of Hugging Face's or PEFT's; return it.
+    """Write a checkpoint as a folder of Hugging Face's or PEFT's; return it. Raises
+    CheckpointError.
 
-    Exported weights are where they are; those of a store are fetched. Raises CheckpointError.
+    Exported weights are where they are; those of a store are fetched.
     """
     if isinstance(weights.path, Path) and weights.manifest is None:
         return weights.path

@@ -43,7 +43,6 @@ class HubFeature(Feature):
             yield Problem("does-not-fit", self.key, str(error), "train without it")
 
     def callbacks(self, parts: TrainingComponents, write: Write) -> Iterator[Callback]:
-        """Yield what uploads checkpoints from rank 0. It waits at the end."""
         if parts.saves is not None and parts.world.rank == 0:
             from titanlite.contrib.hub.callback import HubUploads
 

@@ -46,7 +46,7 @@ class Weights:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Return the figures of the step of these weights, as metrics.jsonl has them."""
+        """Return the figures of metrics.jsonl for the step of these weights."""
         found: dict[str, float] = {}
         for row in self.run.rows:
             if row["step"] == self.step:

@@ -25,7 +25,7 @@ class HubError(RuntimeError):
     exit_code = exit_codes.CONFIG
 
     def __init__(self, what: str, error: Exception | None = None) -> None:
-        """Tell what failed. error: of the hub's client; its text may hold the token."""
+        """error: of the hub's client; its text may hold the token."""
         from huggingface_hub import get_token
 
         reason = "" if error is None else f": {words(error)}"
@@ -35,7 +35,7 @@ class HubError(RuntimeError):
 def open_repository(repository: str, private: bool | None) -> Any:
     """Return the client of the hub for a repository that takes uploads, made if it is not there.
 
-    private: for a new one; None: as its owner has chosen. Raises HubError.
+    private: None: as its owner has chosen for new ones. Raises HubError.
     """
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
 
@@ -63,7 +63,7 @@ def upload(
 ) -> str:
     """Upload files in one commit, in place of older weights; return its URL. Raises HubError.
 
-    branch: made if it is not there. The client sends no file that the hub has already. A README.md
+    The branch is made if it is not there. The client sends no file that the hub has. A README.md
     that no upload of titanlite wrote stays.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete

@@ -10,9 +10,8 @@ from titanlite.config.written_values import command_line_entries
 
 
 def refuse_keys(flags: Sequence[str], hints: Mapping[str, str]) -> None:
-    """Raise ConfigError for flags of keys that a command sets itself.
-
-    hints: key -> what to use instead.
+    """Raise ConfigError for flags of keys that a command sets itself. hints: key -> what to use
+    instead.
     """
     names = [entry.name for entry in command_line_entries(flags)[0]]
     keys = {name: key_of(name) for name in names}

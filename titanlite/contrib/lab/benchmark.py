@@ -149,10 +149,10 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def levels_of(config: str, overlays: Sequence[str], skipped: Sequence[str]) -> dict[str, list[str]]:
-    """Return files and flags by level: the four of a config, then each overlay NAME=FILE.toml over
-    the first.
+    """Return files and flags by level: the four of a config without those `skipped`, then each
+    overlay NAME=FILE.toml over the first.
 
-    skipped: names of levels that are left out. Raises ConfigError.
+    Raises ConfigError.
     """
     found = {}
     on: list[str] = []
@@ -176,8 +176,8 @@ def levels_of(config: str, overlays: Sequence[str], skipped: Sequence[str]) -> d
 
 
 def common_flags(default: Sequence[str], flags: Sequence[str], steps: int, ranks: int) -> list[str]:
-    """Return the flags of all runs: their length, one seed, and the config's own learning rates for
-    these steps. flags: of the user.
+    """Return the flags of all runs: their length, one seed, and the config's own rates for these
+    steps. flags: of the user.
     """
     base, problems = read([*default, *flags])
     refuse(problems)

@@ -50,10 +50,7 @@ class LevelFigures:
 
 
 def after_warmup(rows: Sequence[Row], warmup: int) -> list[Row]:
-    """Return the rows whose steps all come after the warm-up.
-
-    A row holds means over the steps since the row before.
-    """
+    """Return the rows of means over steps that all come after the warm-up."""
     before = [0.0, *(row["step"] for row in rows)]
     return [row for row, start in zip(rows, before, strict=False) if start >= warmup]
 

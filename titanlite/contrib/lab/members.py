@@ -77,7 +77,6 @@ class MemberResult:
 
     @property
     def is_final(self) -> bool:
-        """Whether another start would change nothing."""
         return self.state in ("done", "diverged")
 
 
@@ -151,8 +150,8 @@ def run_members(
     does not end the others. config_args: files and flags that all share. nproc: ranks of each.
 
     Call it from the main thread. Raises MemberError before any run starts, LockedError where
-    another process holds the folder. Raises `processes.Stopped` on Ctrl-C and SIGTERM, when the
-    run has ended.
+    another process holds the folder, and `processes.Stopped` on Ctrl-C and SIGTERM, when the run
+    has ended.
     """
     check_members(members, config_args, folder, nproc)
     results = []

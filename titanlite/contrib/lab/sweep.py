@@ -165,7 +165,7 @@ def report(
 ) -> tuple[str, int]:
     """Write the results of a sweep; return their table, the lowest loss first, and the exit code.
 
-    points: the values of each run, by the names that the table shows.
+    points: by the names that the table shows.
     """
     rows = sorted(zip(points, results, strict=True), key=lambda row: _order(row[1]))
     runs = []

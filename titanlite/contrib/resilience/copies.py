@@ -49,8 +49,8 @@ class Copies:
         copies.
 
         All ranks call it together. written: size and hash of each rank's part. A copy that cannot
-        be kept is a warning on its rank, and the save goes on. Raises RuntimeError, perhaps on few
-        ranks, where a connection is lost.
+        be kept is a warning on its rank. Raises RuntimeError, perhaps on few ranks, where a
+        connection is lost.
         """
         incoming = {}
         for owner in self.owners:
@@ -72,7 +72,7 @@ class Copies:
 def plan_copies(
     number: int, folder: LocalFolder, world: DistEnv, group: dist.ProcessGroup | None
 ) -> Copies:
-    """Return who keeps what. All ranks call it together. number: of copies of each part."""
+    """Return who keeps what, with `number` copies of each part. All ranks call it together."""
     if not number:
         return Copies(folder)
     stat = os.stat(folder.root)
@@ -91,10 +91,11 @@ def plan_copies(
 
 
 def places_of(found: Sequence[tuple[str, int, int]]) -> list[Hashable]:
-    """Return what stands for the node of each rank.
+    """Return what stands for the node of each rank, from host name, device and number of the
+    folder.
 
-    found: name of the host, device and number of the folder. Several disks of a node are one place:
-    they are lost together. On a single host they stand for nodes.
+    Several disks of a node are one place: they are lost together. On a single host they stand for
+    nodes.
     """
     hosts = [host for host, _, _ in found]
     if len(set(hosts)) > 1:

@@ -67,7 +67,6 @@ class LocalSaves(Feature):
     # The checkpoints: `titanlite.assembly.saves` calls it
 
     def parts(self) -> tuple[type[TieredCheckpointer], type[LocalSchedule]]:
-        """Return the classes that save and resume with both kinds, and that say when."""
         from titanlite.contrib.resilience.manager import LocalSchedule, TieredCheckpointer
 
         return TieredCheckpointer, LocalSchedule

@@ -35,11 +35,9 @@ class LocalFolder:
     rank: int
 
     def step(self, step: int) -> Path:
-        """Return the folder of this rank's part of the save of `step`."""
         return self.root / f"rank-{self.rank}" / f"step-{step}"
 
     def copy(self, owner: int, step: int) -> Path:
-        """Return the folder of a copy of another node's part."""
         return self.root / f"copy-{owner}" / f"step-{step}"
 
     def manifests(self) -> tuple[dict[str, Manifest], list[str]]:
@@ -63,8 +61,8 @@ class LocalFolder:
         return found, problems
 
     def parts_of(self, manifest: Manifest) -> list[int]:
-        """Return the ranks whose parts of a save are on this node with the right length, with or
-        without manifests.
+        """Return the ranks whose parts of a save are here with the right length, with or without
+        manifests.
         """
         found = set()
         for owner, folder in self._steps():
@@ -75,16 +73,14 @@ class LocalFolder:
         return sorted(found)
 
     def path_of(self, owner: int, manifest: Manifest) -> Path:
-        """Return the part of a rank, as it lies on this node: its own, or a copy."""
         save = id_of(manifest)
         own = part_path(self.root / f"rank-{owner}" / f"step-{manifest.step}", save)
         copied = part_path(self.copy(owner, manifest.step), save)
         return copied if copied.is_file() and not own.is_file() else own
 
     def prune(self, keep: int) -> None:
-        """Delete all but the newest saves on this node.
-
-        Ranks of a node do it together: all come to the same answer.
+        """Delete all but the newest saves on this node. Its ranks do it together, with one
+        result.
         """
         manifests, _ = self.manifests()
         stay = sorted(manifests, key=lambda save: (manifests[save].step, save))[-keep:]
@@ -122,8 +118,8 @@ def part_name(rank: int) -> str:
 
 
 def part_path(folder: Path, save: str) -> Path:
-    """Return the file with a rank's tensors. Its name tells the save. So what another save of the
-    step has left is never taken for a part of this one.
+    """Return the file with a rank's tensors. Its name tells the save, so no other save's file is
+    taken for it.
     """
     return folder / f"{save}.safetensors"
 
@@ -145,9 +141,8 @@ def publish(folders: Sequence[Path], content: bytes) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a part of a save, the manifest first; another rank of the node may be faster.
-
-    What cannot be deleted stays.
+    """Delete a part of a save, the manifest first, as far as possible; another rank of the node may
+    be faster.
     """
     with contextlib.suppress(OSError):
         os.remove(folder / FILE)

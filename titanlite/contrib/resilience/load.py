@@ -77,7 +77,7 @@ class TieredChooser(Chooser):
             super().set_aside(rejected)
 
     def offer_of(self, manifest: Manifest) -> Offer | None:
-        """Return the local save of a manifest; None for a shared one."""
+        """None: the manifest is of a shared checkpoint."""
         # Not by the whole: a copy of a NaN in a callback's state is unequal.
         about = manifest.train.get(ABOUT)
         return next((one for one in self.offers if one.manifest.train[ABOUT] == about), None)
@@ -166,10 +166,7 @@ def _shared_state(shared: AnyPath) -> tuple[Past, int]:
 def _gather_manifests(
     folder: LocalFolder, group: dist.ProcessGroup
 ) -> tuple[list[Manifest], list[str]]:
-    """Return the manifests that any rank has, and what is wrong with others.
-
-    Each is sent once, by the first rank that has it.
-    """
+    """Return the manifests that any rank has, each sent once, and what is wrong with others."""
     mine, problems = on_each_rank(folder.manifests, group)
     known = gather_objects((sorted(mine), problems), group)
     first: dict[str, int] = {}

@@ -89,8 +89,7 @@ class TieredCheckpointer(Checkpointer):
     def _settle(self, loaded: LoadedState | None) -> None:
         """Begin a new line of the run, from what was taken: nothing newer comes back later.
 
-        Steps after that save are trained again: their old saves are of a past that this run no
-        longer has.
+        Later steps are trained again, so their old saves are of an abandoned past.
         """
         step = -1
         if loaded is not None and loaded.origin == "resume":
@@ -104,7 +103,6 @@ class TieredCheckpointer(Checkpointer):
         self._loader.chooser.rejected.clear()
 
     def _begin_line(self, kept: tuple[str, ...]) -> str:
-        """On rank 0: note a new line of the run; return its name."""
         newest = max(steps_in(self.root), default=-1)
         past = Past(uuid.uuid4().hex[:16], kept, newest)
         write_past(self.root, past)
@@ -195,10 +193,9 @@ class TieredCheckpointer(Checkpointer):
 def local_root(config: Checkpoint, world: DistEnv, group: dist.ProcessGroup | None) -> Path:
     """Return the folder of this run's local saves on this node. All ranks call it together.
 
-    The name depends on an id beside the shared checkpoints, and on their place. So runs never mix:
-    a run begun anew, or a copy of one, has another name.
-
-    Raises CheckpointError, on all ranks, where one of them cannot write there.
+    The name depends on an id beside the shared checkpoints, and on their place. So a run begun
+    anew, or a copy of one, has another name. Raises CheckpointError, on all ranks, where one of
+    them cannot write there.
     """
     name = on_rank_0(world, lambda: _run_name(to_path(config.folder)), group)
     folder = Path((config.local_folder or "").replace("{local_rank}", str(this_rank().local_rank)))

@@ -83,10 +83,7 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def place_of(tensor: torch.Tensor) -> list[Any]:
-    """Return the whole shape of a tensor, and this rank's place in it.
-
-    Replicas have the same place.
-    """
+    """Return the whole shape of a tensor, and this rank's place in it; replicas have the same."""
     if not isinstance(tensor, DTensor):
         return [list(tensor.shape)]
     mesh = tensor.device_mesh

@@ -176,7 +176,6 @@ class LocalReader:
         return None
 
     def _read_generators(self) -> bytes:
-        """Return the random generators of all ranks as this node has them; empty: it has not."""
         for owner in self.offer.parts[self.world.rank]:
             path = self.local.path_of(owner, self.manifest).parent / GENERATORS
             with contextlib.suppress(OSError):

@@ -49,8 +49,8 @@ class LocalWriter:
     def write(self, save: Save, copy: Copy, group: dist.ProcessGroup) -> None:
         """Write the parts of all ranks, then the manifest beside each.
 
-        Raises WeightsError, on all ranks, for a value that is not finite. Raises CheckpointError,
-        on all ranks, where one fails: then no rank keeps its part.
+        Raises WeightsError for a value that is not finite, and CheckpointError where one rank
+        fails; then no rank keeps its part. All ranks raise it together.
         """
         check_finite(save, group)
         if save.proven:

@@ -26,7 +26,6 @@ class ActivationOffload(Feature):
     # Before the ranks start
 
     def contradictions(self, config: LoadedConfig) -> Iterator[Problem]:
-        """Check that blocks do not recompute by operator."""
         if not config.sections.activation_checkpoint.by_op:
             return
         message = (

@@ -48,7 +48,6 @@ class AsyncTensorParallel(Feature):
     # On the machine
 
     def machine_problems(self, run: RunConfig, args: Any | None) -> Iterator[Problem]:
-        """Find what keeps the ranks of this machine from it, once they know each other's number."""
         if args is None or run.mesh.tensor == 1:
             return
         import torch
@@ -67,14 +66,12 @@ class AsyncTensorParallel(Feature):
             yield Problem("does-not-fit", KEY, str(error), hint)
 
     def enable(self, mesh: DeviceMesh) -> None:
-        """Give the ranks of tensor parallelism the shared memory. mesh: from `build_mesh`."""
         from titanlite.features.async_tp.memory import enable_async
 
         if mesh["tp"].size() > 1:
             enable_async(mesh["tp"])
 
     def convert(self, builder: ModelBuilder, model: nn.Module) -> None:
-        """Let inductor split products."""
         builder.compile_options["_micro_pipeline_tp"] = True
 
     # The plan

@@ -12,11 +12,7 @@ from titanlite.dist import ParallelismError
 
 
 def check_async(tp: int, device_type: str, ranks_per_node: int) -> None:
-    """Raise ParallelismError unless tensor-parallel ranks can write to each other's memory, which
-    async TP needs.
-
-    tp: their number. ranks_per_node: ranks on this machine, neighbours in the mesh.
-    """
+    """Raise ParallelismError unless tensor-parallel ranks can write to each other's memory."""
     if device_type != "cuda":
         raise ParallelismError(
             "needs GPUs that reach each other's memory (CUDA symmetric memory), and this run is "

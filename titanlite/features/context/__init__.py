@@ -37,7 +37,6 @@ class ContextParallel(Feature):
     # Before the ranks start
 
     def rank_problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Check that each sequence can be cut into two equal chunks per rank."""
         chunks = 2 * run.mesh.context
         for key, length in run.sequence_lengths.items():
             if length % chunks == 0:
@@ -53,7 +52,6 @@ class ContextParallel(Feature):
     # The model: `titanlite.parallel.parallelize` calls these
 
     def distribute(self, builder: ModelBuilder, model: nn.Module) -> None:
-        """Let a model take each rank's part of the tokens."""
         from titanlite.features.context.attention import apply_cp
         from titanlite.parallel.parallelize import select
 
@@ -62,7 +60,6 @@ class ContextParallel(Feature):
             apply_cp(model, builder.mesh)
 
     def part(self, tensor: Tensor, mesh: DeviceMesh, dim: int = 0) -> Tensor:
-        """Return this rank's part of a tensor along `dim`, the sequence."""
         from titanlite.features.context.ranks import CPRank
 
         return CPRank.of(mesh).part(tensor, dim)
@@ -70,7 +67,6 @@ class ContextParallel(Feature):
     # The text: `titanlite.assembly.loaders` calls this
 
     def loader(self, whole: Any, mesh: DeviceMesh) -> CPLoader:
-        """Return a loader of this rank's part of the batches of a training or validation loader."""
         from titanlite.features.context.loader import CPLoader
 
         return CPLoader(whole, mesh)
@@ -87,8 +83,8 @@ class ContextParallel(Feature):
         step.traffic["context traffic"] = self.traffic
 
     def traffic(self, step: StepSizes) -> float:
-        """Return the seconds of a micro-batch in which keys and values are gathered, and their
-        gradients scattered.
+        """Return the seconds in which a micro-batch gathers keys and values, and scatters their
+        gradients.
         """
         mesh = step.mesh
         args = step.args

@@ -33,7 +33,7 @@ class ContextAttention(nn.Module):
     Keys and values are gathered before they are repeated for groups of queries. Keys after a
     chunk's end, or before the window of its first query, are not multiplied. replaced: what it
     takes the place of. Its `window` is as for `SdpaAttention`, its `chunk` as for
-    `titanlite.models.llama4_layers.ChunkedAttention`; where `has_sinks`, `forward` gets them.
+    `ChunkedAttention` of Llama 4; where `has_sinks`, `forward` gets them.
     """
 
     def __init__(self, cp_rank: CPRank, replaced: nn.Module | None = None) -> None:
@@ -55,8 +55,7 @@ class ContextAttention(nn.Module):
         """Return for each chunk the mask of its queries over its keys; None: causal, in the window.
 
         doc_ids: of the whole sequence, [batch, seq] int: masks [batch, 1, chunk, keys] bool. None:
-        torch's `CausalBias`, which attention kernels for GPUs know; elsewhere torch makes a mask
-        [chunk, keys] of it.
+        torch's `CausalBias`, which attention kernels for GPUs know.
         """
         chunk = self.cp_rank.seq_len // (2 * self.cp_rank.degree)
         spans = self._spans(chunk)
@@ -97,9 +96,9 @@ class ContextAttention(nn.Module):
         mask: tuple[Tensor | None, Tensor | None],
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """q: [batch, heads, seq / ranks, head_dim], k and v: [batch, kv_heads, …], sinks: [heads].
+        """Return q's shape.
 
-        Return q's shape.
+        q: [batch, heads, seq / ranks, head_dim], k and v: [batch, kv_heads, …], sinks: [heads].
         """
         keys, values = self.cp_rank.gather(torch.stack((k, v)), dim=3).unbind(0)
         spans = self._spans(q.size(2) // 2)
@@ -149,9 +148,6 @@ def apply_cp(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _pass_positions(cp_rank: CPRank, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """A hook before each forward pass: passes the positions of this rank's tokens in the
-    sequence.
-    """
     given = inspect.signature(model.forward).bind(*args, **kwargs)
     local = given.args[0]
     positions = given.arguments.get("positions")

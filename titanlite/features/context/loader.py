@@ -17,8 +17,8 @@ from titanlite.features.context.ranks import CPRank
 def split_batch(batch: Batch, mesh: DeviceMesh) -> Batch:
     """Return this rank's part of a batch that is the same on all ranks of its "cp" group.
 
-    mesh: from `DistEnv.build_mesh`; the batch itself where no ranks share sequences. Parts do not
-    overlap, so valid tokens and losses add up over ranks as those of different sequences do.
+    Parts do not overlap, so valid tokens and losses add up over ranks. Where no ranks share
+    sequences, the part is the batch itself.
     """
     cp_rank = CPRank.of(mesh)
     return batch if cp_rank.degree == 1 else _part(batch, cp_rank)
@@ -30,9 +30,7 @@ def _part(batch: Batch, cp_rank: CPRank) -> Batch:
 
 
 class CPLoader:
-    """Gives this rank's part of the batches of a training or validation loader; position and state
-    are the loader's.
-    """
+    """Gives this rank's part of a loader's batches; position and state are the loader's."""
 
     def __init__(self, loader: Any, mesh: DeviceMesh) -> None:
         self.loader = loader

@@ -37,7 +37,6 @@ class CPRank:
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> CPRank:
-        """Return this rank's. mesh: from `DistEnv.build_mesh`."""
         return cls(mesh.get_local_rank("cp"), mesh["cp"].size(), mesh.get_group("cp"))
 
     @property
@@ -46,10 +45,9 @@ class CPRank:
         return self.rank, 2 * self.degree - 1 - self.rank
 
     def part(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's two chunks of x along `dim`, the sequence, one after the other in a
-        copy.
+        """Return a copy of this rank's two chunks of x along `dim`, the sequence.
 
-        Raises ParallelismError if x cannot be cut into as many equal chunks.
+        Raises ParallelismError if x cannot be cut into equal chunks.
         """
         chunk, rest = divmod(x.size(dim), 2 * self.degree)
         if rest or not chunk:

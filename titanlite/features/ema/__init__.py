@@ -31,7 +31,6 @@ class WeightAveraging(Feature):
     # The model: `titanlite.assembly.build` and `titanlite eval` call it
 
     def begin(self, model: nn.Module) -> WeightAverage:
-        """Return averages that begin with the weights of a model, as a callback."""
         from titanlite.checkpoint.storage import gather
         from titanlite.features.ema.average import WeightAverage
 

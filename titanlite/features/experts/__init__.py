@@ -50,7 +50,6 @@ class MoELayers:
     # Before the ranks start
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
-        """Find what does not fit, whether ranks share experts or not."""
         return checks.reshard_problems(run, self.experts)
 
     # The model: `titanlite.assembly.model` calls this, and `titanlite.assembly.phase_resize`
@@ -77,7 +76,6 @@ class MoELayers:
         return ExpertBalance(model, self.experts, step, device)
 
     def figures(self, spec: ModelSpec, model: nn.Module, device: torch.device) -> ExpertFigures:
-        """Return the callback that tells the load of the experts."""
         from titanlite.features.experts.figures import ExpertFigures
 
         # Routers of transformers keep their logits to themselves.
@@ -99,7 +97,7 @@ class ExpertParallel(Feature):
     def fewest_shards(self, others: int) -> int:
         """Return by what the ranks of `data_parallel_shard` must be divisible.
 
-        others: ranks of context and tensor parallelism, which the experts are divided over too.
+        others: ranks of context and tensor parallelism, which share the experts too.
         """
         return self.ranks // math.gcd(self.ranks, others)
 
@@ -117,7 +115,7 @@ class ExpertParallel(Feature):
         return self._mesh
 
     def distribute(self, builder: ModelBuilder, model: nn.Module) -> None:
-        """Divide the experts. Raises ParallelismError for a layer that cannot be divided."""
+        """Raises ParallelismError for a layer that cannot be divided."""
         from titanlite.features.experts.sharding import apply_ep, expert_placement
         from titanlite.parallel.activation_checkpoint import exchange_of
         from titanlite.parallel.parallelize import select
@@ -138,8 +136,8 @@ class ExpertParallel(Feature):
         step.traffic["expert traffic"] = self.traffic
 
     def traffic(self, step: StepSizes) -> float:
-        """Return the seconds in which a micro-batch's rows and gradients go to their experts and
-        back: two all-to-alls in a block's forward, two in its backward, and those of recomputation.
+        """Return the seconds of a micro-batch's all-to-alls: two in a block's forward, two in its
+        backward, and those of recomputation.
         """
         tokens = step.tokens / step.mesh.tensor
         rows = tokens * getattr(step.args, "top_k", 1) * step.itemsize * step.width

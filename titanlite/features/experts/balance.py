@@ -18,12 +18,12 @@ from torch import Tensor, nn
 class ExpertBalance:
     """Counts the rows of each expert in a step, over all ranks, and moves the biases.
 
-    One all-reduce of integers per step, and no wait of the host. Only the sign of a difference
-    counts. So it does not matter that recomputed blocks, or ranks with the same tokens, count all
-    rows of a layer several times.
+    A step has one all-reduce of integers, and no wait of the host. Only the sign of a difference
+    counts. So recomputed blocks, and ranks with the same tokens, may count all rows of a layer
+    several times.
 
-    experts: number of each MoE layer's in the whole model, by name, the same in all. A pipeline
-    stage has some of the layers. step: by which a bias moves.
+    experts: their number by MoE layer of the whole model, the same in all. step: by which a bias
+    moves.
     """
 
     def __init__(

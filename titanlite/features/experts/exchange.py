@@ -50,9 +50,8 @@ def _all_to_all(
 
 @torch.library.custom_op("titanlite::sizes_on_host", mutates_args=())
 def _on_host(sizes: Tensor) -> Tensor:
-    """Copy sizes to the host, which waits for the device.
-
-    It is an operator, so that a policy of activation checkpointing can save its result.
+    """Copy sizes to the host, which waits; an operator, so that a policy of activation
+    checkpointing can save its result.
     """
     return sizes.to("cpu", copy=True)
 
@@ -78,7 +77,7 @@ class _Move(torch.autograd.Function):
 def save_sizes(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Save how many rows go to the experts of each rank, and recompute all else.
 
-    The host would wait for the device to read these numbers once more.
+    Otherwise the host would wait for these numbers once more.
     """
     name = str(op)
     is_exchange = name == "_c10d_functional.all_to_all_single.default"
@@ -126,7 +125,5 @@ class Exchange:
 
     @torch._disable_dynamo
     def combine(self, rows: Tensor, route: Route) -> Tensor:
-        """Return the experts' results [rows, dim], in the order in which `dispatch` took their
-        rows.
-        """
+        """Return the experts' results [rows, dim], in the order of the rows of `dispatch`."""
         return _Move.apply(rows, route, False)

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 class ExpertFigures(Callback):
     """Tells how even the load of experts has been since the last log. It must run before the log.
 
-    experts: of each MoE layer in the whole model, by name. The model may be a part, as with a
-    pipeline. has_losses: whether the layers record the losses of their routers.
+    experts: of each MoE layer in the whole model, by name; a pipeline stage has some of them.
     """
 
     def __init__(
@@ -46,18 +45,14 @@ class ExpertFigures(Callback):
         self.sums()
 
     def sums(self) -> Tensor:
-        """Return this rank's records since the last call, one after the other: float64, on the
-        device.
-        """
+        """Return this rank's records since the last call, in float64 on the device."""
         sums = torch.cat(list(self._records.values()))
         torch._foreach_zero_(list(self._records.values()))
         return sums
 
     def figures(self, trainer: Trainer, sums: list[float]) -> dict[str, float]:
-        """Return the load of the experts, and the losses of the routers, if they are recorded, as
-        means over tokens and layers.
-
-        sums: over all ranks. Where several ranks count the same tokens, all figures are the same.
+        """Return means over tokens and layers. Ranks that count the same tokens do not
+        change them.
         """
         shares, entropies, losses = {}, [], []
         for name, experts in self._experts.items():

@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 def most_ranks(mesh: MeshSizes) -> int:
     """Return how many ranks can share the experts: those that share the weights, and their
-    tensor-parallel ranks, which divide the sequence.
+    tensor-parallel ranks.
     """
     return mesh.weight_shards * mesh.tensor
 
 
 def in_words(mesh: MeshSizes) -> str:
-    """Return the degrees whose product that is."""
+    """Return the degrees whose product is `most_ranks`."""
     words = mesh.weight_shards_in_words
     return words if mesh.tensor == 1 else f"{words} * tensor_parallel"

@@ -62,13 +62,13 @@ class Float8Feature(Feature):
         self.section = config.float8
 
     def choices(self, linears: Linears) -> list[Float8Choice]:
-        """Decide for each kind of linear of the whole model, with the reason of those that stay."""
+        """Decide for each kind of linear of the whole model."""
         return choose_linears(linears, self.section, self.multiple)
 
     # The model: `titanlite.parallel.parallelize` calls these, each at its place
 
     def convert(self, builder: ModelBuilder, model: nn.Module) -> None:
-        """Put torchao's linears in the place of the chosen ones, before tensor parallelism."""
+        """Runs before tensor parallelism."""
         from titanlite.features.float8.convert import COMPILE_OPTIONS, apply_float8
 
         if builder.run.compile.backend == "inductor":
@@ -124,7 +124,6 @@ class Float8Feature(Feature):
 
     @property
     def numbers(self) -> str:
-        """The format of the rounded numbers, in words."""
         emulated = ", emulated in float32 (slow, for tests)" if self.section.emulate else ""
         return f"{self.section.recipe_name}{emulated}"
 

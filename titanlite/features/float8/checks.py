@@ -80,9 +80,8 @@ Choose = Callable[[Linears], list[Float8Choice]]
 
 
 def problems(run: RunConfig, args: Any, choose: Choose, multiple: int) -> Iterator[Problem]:
-    """Check that float8 can take the products of the model, and that it takes some.
-
-    multiple: each dimension of a product must be one of it.
+    """Check that float8 takes some products of the model, each of whose dimensions `multiple` must
+    divide.
     """
     # A head of any size stays.
     known = replace(args, vocab_size=args.vocab_size or 1)
@@ -146,7 +145,7 @@ def _uneven_rows(run: RunConfig, choices: Sequence[Float8Choice]) -> Iterator[Pr
 
 
 def machine_problems(settings: Float8) -> Iterator[Problem]:
-    """Find what this machine lacks for float8 products, if they are not emulated."""
+    """Find what this machine lacks for float8 products that are not emulated."""
     if settings.emulate:
         return
     from titanlite.features.float8.package import lack_of_machine

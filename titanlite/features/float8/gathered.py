@@ -17,15 +17,13 @@ from titanlite.parallel.meshes import fsdp_mesh
 
 
 class ScalePrecompute:
-    """Computes the scales of all weights that are gathered in float8, with one all-reduce.
-
-    Call it after each update.
+    """Computes the scales of all weights that are gathered in float8, with one all-reduce after
+    each update.
 
     Without it each weight has its own all-reduce whenever it is gathered. The scales are the same.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """mesh: from `DistEnv.build_mesh`."""
         shards = fsdp_mesh(mesh)
         self._group = shards.get_group(shards.ndim - 1)
         self._linears = float8_linears(model)
@@ -56,10 +54,10 @@ def forget_scale(weight: Tensor) -> None:
 
 
 def gather_as_bytes(model: nn.Module) -> None:
-    """Let FSDP gather float8 weights as bytes, which every backend can send. gloo knows no float8.
+    """Let FSDP gather float8 weights as bytes, since gloo knows no float8. Call it after
+    `apply_fsdp`.
 
     Only groups whose weights are all in float8 need it: FSDP itself sends the others as bytes.
-    Call it after `apply_fsdp`.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 

@@ -46,8 +46,8 @@ def release(version: str) -> tuple[int, ...]:
 
 @functools.cache
 def torchao() -> Any:
-    """Import `torchao.float8` without its log lines and warnings, which are mostly about kernels
-    for other devices. It takes seconds.
+    """Import `torchao.float8`, which takes seconds, without its log lines and warnings: most are
+    about kernels for other devices.
     """
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -24,7 +24,7 @@ CAST_COMPILED = 5
 
 
 def float8_speed(section: Float8, step: StepSizes) -> ProductSpeed:
-    """Return the linears of a step, of which those that are chosen compute in float8.
+    """Return the speed of a step whose chosen linears compute in float8.
 
     Raises ConfigError for a GPU that has no float8.
     """
@@ -52,8 +52,7 @@ def float8_speed(section: Float8, step: StepSizes) -> ProductSpeed:
 
 
 def _casts(section: Float8, step: StepSizes, choices: Sequence[Float8Choice]) -> Directions:
-    """Return the seconds of casts. The backward casts the gradients of outputs, and copies inputs
-    to the other order.
+    """Return the seconds of casts. The backward casts gradients of outputs, and reorders inputs.
 
     Eager code casts all again for each of its two products.
     """
@@ -78,7 +77,7 @@ def _cast_inputs(step: StepSizes, linear: Float8Choice, choices: Sequence[Float8
     """Return how many of a token's numbers are cast for the input of a linear.
 
     Compiled linears with the same input share the cast; under tensor parallelism each rank casts
-    its tokens before it gathers them.
+    its tokens before the gather.
     """
     name = linear.names[0]
     how = step.tensor_plan.get(name)

@@ -21,17 +21,15 @@ KINDS = ("colwise", "gathered", "rowwise")
 def sends_float8(mesh: DeviceMesh) -> bool:
     """Whether ranks can send each other float8 tensors.
 
-    gloo cannot: there tensors are cast after they were sent.
-
-    The numbers are the same: the scale of a tensor is that of all its parts, before and after.
+    gloo cannot: there tensors are cast after they were sent. The scale is that of all parts, so the
+    numbers are the same.
     """
     return not (mesh.device_type == "cpu" and dist.get_backend(mesh.get_group()) == "gloo")
 
 
 def float8_style(kind: str, output: Placement, mesh: DeviceMesh) -> ParallelStyle:
-    """Return torchao's style that divides a converted linear over the ranks of `mesh`.
-
-    kind: one of `KINDS`. output: placement of a rowwise linear's output.
+    """Return torchao's style that divides a converted linear. kind: one of `KINDS`. output:
+    placement of a rowwise linear's output.
     """
     parallel = torchao().float8_tensor_parallel
     gathered, rowwise = parallel.Float8ColwiseParallel, parallel.Float8RowwiseParallel
@@ -46,7 +44,7 @@ def float8_style(kind: str, output: Placement, mesh: DeviceMesh) -> ParallelStyl
 
 @functools.cache
 def _cast_when_sent() -> tuple[Any, Any]:
-    """Return torchao's styles, which cast a tensor and then gather it, in the other order."""
+    """Return torchao's styles with the order of cast and gather reversed."""
     parallel = torchao().float8_tensor_parallel
     colwise: Any = parallel.Float8ColwiseParallel
     rowwise: Any = parallel.Float8RowwiseParallel

@@ -51,7 +51,6 @@ class LoraFeature(Feature):
         self.section = config.lora
 
     def adapters(self, spec: ModelSpec, args: Any) -> Adapters:
-        """Return the adapters of a whole model."""
         return adapters_of(self.section, spec, args)
 
     # Before the ranks start
@@ -65,7 +64,6 @@ class LoraFeature(Feature):
     # The model: `titanlite.parallel.parallelize` calls these, each at its place
 
     def convert(self, builder: ModelBuilder, model: nn.Module) -> None:
-        """Give the linears their adapters."""
         from titanlite.features.lora.modules import add_adapters
         from titanlite.parallel.fsdp import DTYPES
 
@@ -76,7 +74,6 @@ class LoraFeature(Feature):
         add_adapters(model, adapters, self.section.dropout, frozen)
 
     def distribute(self, builder: ModelBuilder, model: nn.Module) -> None:
-        """Let only adapters have gradients."""
         from titanlite.features.lora.modules import freeze
 
         freeze(model)
@@ -105,7 +102,6 @@ class LoraFeature(Feature):
         fingerprints: dict[str, str],
         about: dict[str, Any],
     ) -> FrozenBase:
-        """Return what loads the frozen weights. The other arguments are those of `FrozenBase`."""
         from titanlite.features.lora.base import FrozenBase
 
         adapters = self.adapters(run.spec, args)

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class FrozenBase:
     """Loads the weights under the adapters, and tells checkpoints which they are.
 
-    section: of the run, whose `initial_load_path` names them. fingerprints, about: of the run's
-    checkpoints. A load adds the hash of the weights to the first, and to the record of adapters in
-    the second where they are.
+    section: its `initial_load_path` names them. fingerprints, about: of the run's checkpoints. A
+    load adds the hash of the weights to the first, and their place to the record of adapters in the
+    second.
     """
 
     def __init__(

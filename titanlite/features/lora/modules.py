@@ -26,10 +26,10 @@ from titanlite.parallel.fsdp_private import prefetched_in_backward, shares_group
 def add_adapters(
     model: nn.Module, adapters: Adapters, dropout: float, frozen_dtype: torch.dtype
 ) -> None:
-    """Give the linears of a model or pipeline stage their adapters, in place.
+    """Give the linears of a model or pipeline stage on the meta device their adapters, in place.
 
-    model: on the meta device. Names of other pipeline stages are skipped. Adapters have the dtype
-    of the weights; those then have `frozen_dtype`. Raises TypeError for a target that is no linear.
+    Adapters have the dtype of the weights; those then have `frozen_dtype`. Raises TypeError for a
+    target that is no linear.
     """
     modules = dict(model.named_modules())
     targets = {name: modules[name] for name in adapters.sizes if name in modules}
@@ -52,9 +52,9 @@ def freeze(model: nn.Module) -> None:
 
 
 def skip_unused_gathers(model: nn.Module) -> None:
-    """Let no backward gather the groups that run before the first adapter, as a frozen embedding.
+    """Let no backward gather groups that run before the first adapter, as a frozen embedding.
 
-    torch gathers the group before each one ahead, and the backward never comes to these. model:
+    torch gathers the group before each one ahead, and the backward never comes to these. Call it
     after `fully_shard`.
     """
     idle: list[FSDPModule] = []

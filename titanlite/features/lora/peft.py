@@ -64,8 +64,7 @@ _INIT = "init_lora_weights"
 def open_peft(path: Path, spec: ModelSpec, args: Any) -> Weights:
     """Open the adapters in a folder of PEFT's: names and shapes; the tensors are read later.
 
-    `Weights.config` is their record. spec, args: the model that they belong to. Raises
-    CheckpointError, naming file, entry or tensor.
+    `Weights.config` is their record. Raises CheckpointError, naming file, entry or tensor.
     """
     rank, alpha, rslora = _settings(path / PEFT_CONFIG)
     file = path / PEFT_FILE
@@ -117,7 +116,7 @@ def _settings(file: AnyPath) -> tuple[int, float, bool]:
 
 
 def _sizes(file: AnyPath, weights: Weights, rank: int) -> dict[str, Size]:
-    """Return the linears with an adapter. Raises CheckpointError where one lacks a matrix."""
+    """Raises CheckpointError where a linear lacks one of its matrices."""
     found = {}
     for name in weights.parts:
         linear, _, _ = name.rpartition(".")
@@ -152,10 +151,10 @@ def save_peft(
     model: tuple[ModelSpec, Any],
     base: str,
 ) -> None:
-    """Write adapters as a folder of PEFT's, which appears when it is whole.
+    """Write adapters, by our names, as a folder of PEFT's, which appears when it is whole.
 
-    tensors: by our names. model: spec and arguments. base: path or name of the weights beside them.
-    Raises CheckpointError when the folder exists, or the model has no form for Hugging Face.
+    base: path or name of the weights beside them. Raises CheckpointError when the folder exists, or
+    the model has no form for Hugging Face.
     """
     from safetensors.torch import save_file
 
@@ -195,8 +194,8 @@ def _config(adapters: Adapters, names: Mapping[str, str], base: str) -> dict[str
 
 
 def _target_modules(adapters: Adapters, names: Mapping[str, str]) -> list[str]:
-    """Return the linears by the last word of their names, or by whole names where that word is also
-    of linears without an adapter.
+    """Return the last words of names, or a whole name where linears without an adapter share its
+    last word.
     """
     others = {name.rpartition(".")[2] for ours, name in names.items() if ours not in adapters.sizes}
     found: dict[str, None] = {}

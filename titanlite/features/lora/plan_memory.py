@@ -19,7 +19,7 @@ from titanlite.plan.weights import Weight
 class LoraMemory(ProductMemory):
     """Products with weights that are not trained, some of them with an adapter beside.
 
-    A kind of linear that has adapters in some blocks counts as one that has them in all.
+    A kind of linear with adapters in some blocks counts as one that has them in all.
     """
 
     trains: ClassVar[bool] = False
@@ -31,7 +31,6 @@ class LoraMemory(ProductMemory):
 
     @cached_property
     def kinds(self) -> frozenset[str]:
-        """The linears with an adapter, by name in the block."""
         return frozenset(self.adapters.kinds)
 
     def op(self, product: Product) -> Op:

@@ -38,7 +38,6 @@ class Adapters:
 
     @property
     def scale(self) -> float:
-        """The factor of what an adapter adds."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @property
@@ -48,14 +47,12 @@ class Adapters:
 
     @property
     def parameters(self) -> int:
-        """Numbers in all adapters."""
         return sum(
             self.rank * (size.in_features + size.out_features) for size in self.sizes.values()
         )
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """The parameters of all adapters, by their names in the model."""
         found = {}
         for name, size in self.sizes.items():
             found[f"{name}.{DOWN}"] = (self.rank, size.in_features)
@@ -65,7 +62,7 @@ class Adapters:
     def init_rule(self, name: str) -> Init | None:
         """Return how a parameter is drawn; None: it belongs to no adapter.
 
-        A as torch's linears, B zero: at first an adapter adds nothing.
+        A is drawn as torch's linears, B is zero: at first an adapter adds nothing.
         """
         linear, _, leaf = name.rpartition(".")
         if linear not in self.sizes or leaf not in (DOWN, UP):

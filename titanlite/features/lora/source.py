@@ -35,9 +35,8 @@ class AdapterFiles:
 
 
 def of_checkpoint(folder: AnyPath, manifest: Manifest, read: Read, prefix: str) -> AdapterFiles:
-    """Return the adapters of a checkpoint. read: takes names with `prefix`.
-
-    Raises CheckpointError for a record that cannot be.
+    """Return the adapters of a checkpoint. read: takes names with `prefix`. Raises
+    CheckpointError.
     """
     try:
         record = entry_of(manifest.config, RECORD, dict)
@@ -73,7 +72,7 @@ def _adapters(record: Mapping[str, Any], shape: Callable[[str], Sequence[int]]) 
 
 
 def base_path(files_base: str, given: AnyPath | None, adapters: AnyPath) -> AnyPath:
-    """Return where the weights under adapters are. given: by the user. Raises CheckpointError."""
+    """Return where the weights under adapters are: `given` comes first. Raises CheckpointError."""
     from titanlite.checkpoint.store_paths import to_path
 
     if given is not None:
@@ -92,8 +91,8 @@ def base_path(files_base: str, given: AnyPath | None, adapters: AnyPath) -> AnyP
 def merged(files: AdapterFiles, base: Read, shapes: Mapping[str, Tensor]) -> Read:
     """Return a function that reads the weights with what their adapters add.
 
-    base: reads the weights. shapes: name → a tensor of that shape. Raises CheckpointError where an
-    adapter fits no weight; the function does for weights that are not those of the training.
+    shapes: name → a tensor of that shape. Raises CheckpointError where an adapter fits no weight;
+    the function does for weights that are not those of the training.
     """
     for name, size in files.adapters.sizes.items():
         weight = shapes.get(f"{name}.weight")

@@ -35,7 +35,6 @@ class LossChunks(Feature):
     # On the machine
 
     def machine_problems(self, run: RunConfig, args: Any | None) -> Iterable[Problem]:
-        """Find what keeps the model from computing its loss in chunks: it is tried."""
         if args is None:
             return
         try:

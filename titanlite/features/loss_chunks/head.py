@@ -29,13 +29,11 @@ from titanlite.parallel.feature_linear import FeatureLinear
 
 
 def chunk_head(model: nn.Module, chunks: int, head_name: str = "output") -> None:
-    """Let `model` compute its loss in `chunks` pieces of the tokens (fewer if there are fewer
-    tokens), in place.
+    """Let `model` compute its loss in at most `chunks` pieces of the tokens, in place.
 
-    The model hands `labels` and `loss`, the arguments of its call, on to its head and returns the
-    head's result, as `titanlite.models.layers.Llama` does. So the head is called once, inside of
-    the model's own call, and `fully_shard` gathers its weights once. Names and weights stay the
-    same. Of a pipeline: for every stage.
+    The model hands `labels` and `loss`, arguments of its call, on to its head and returns the
+    head's result, as `titanlite.models.layers.Llama` does. So the head is called once, and
+    `fully_shard` gathers its weights once. Names and weights stay. Of a pipeline: for every stage.
 
     Raises ValueError if chunks is below 1, the model takes no labels, or the head is no linear
     without bias, as after `fully_shard` or in float8.
@@ -71,11 +69,10 @@ class ChunkedHead(nn.Linear, FeatureLinear):
     def forward(
         self, x: Tensor, labels: Tensor | None = None, loss: LossFunction | None = None
     ) -> Tensor:
-        """The loss as a scalar; without labels the logits.
+        """Return the loss as a scalar; without labels the logits.
 
         x: [batch, seq, dim]; labels: [batch, seq] int64. Under tensor parallelism x is this rank's
-        part of each sequence (a DTensor, or plain from the stage before). Labels are those of the
-        whole sequence.
+        part of each sequence, labels are those of the whole.
         """
         weight = self.weight
         if self.logits is None:
@@ -103,9 +100,7 @@ class ChunkedHead(nn.Linear, FeatureLinear):
 
 
 class _DividedHead(ColwiseParallel):
-    """Divides the weights of a head that gathers its input and computes logits by itself, chunk by
-    chunk.
-    """
+    """Divides the weights of a head that gathers its input by itself, chunk by chunk."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         (module.logits,) = self.output_layouts  # type: ignore[assignment]
@@ -113,7 +108,6 @@ class _DividedHead(ColwiseParallel):
 
 
 def _divided(loss: LossFunction, weight: DTensor, layout: Placement) -> LossFunction:
-    """`loss` of logits that are this rank's part of the vocabulary."""
     mesh = weight.device_mesh
 
     def of_part(logits: Tensor, labels: Tensor) -> Tensor:
@@ -136,12 +130,11 @@ def _wants_gradient(tensor: Tensor) -> bool:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Loss and gradients of one chunk after the other, so that the logits of one alone exist at a
-    time.
+    """Loss and gradients chunk by chunk, so that only one chunk's logits exist at a time.
 
-    Gradients are computed with the loss, not in the backward. So no product is computed twice, and
-    what stays until the backward is as large as the inputs. There the loss's own gradient, a
-    scalar, is all that is missing.
+    Gradients are computed with the loss, so no product is computed twice, and what stays until the
+    backward is as large as the inputs. The backward multiplies by the loss's own gradient, a
+    scalar.
     """
 
     @staticmethod
@@ -199,8 +192,7 @@ class _ChunkedLoss(torch.autograd.Function):
 def _of_chunk(
     rows: Tensor, weight: Tensor, labels: Tensor, loss: LossFunction, differentiate: bool
 ) -> tuple[Tensor, Tensor]:
-    """A chunk's loss, and with respect to its logits the gradient [tokens, vocab] (else the logits
-    themselves).
+    """A chunk's loss, and its gradient for the logits [tokens, vocab] (else the logits themselves).
 
     A function, so that all else of the size of the logits is gone when it returns.
     """

@@ -53,7 +53,6 @@ class MupFeature(Feature):
     # Initial weights
 
     def rules(self, spec: ModelSpec, args: Any) -> Rules:
-        """Return the rules of a model."""
         return Rules(spec, args, base_args(args, self.section.base_dim, self.section.base))
 
     def init_rule(self, rule: InitRule, spec: ModelSpec, args: Any) -> InitRule:
@@ -62,7 +61,6 @@ class MupFeature(Feature):
     # The optimizer: `titanlite.assembly.model` calls it
 
     def scales(self, spec: ModelSpec, args: Any) -> Scales:
-        """Return the scale of each parameter's rate and epsilon."""
         return scales_of(self.rules(spec, args))
 
     # The start report

@@ -80,7 +80,7 @@ class Ratios(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """The factors of all parameters of a model.
+    """The factors of all parameters of a model. Its methods raise KeyError for an unknown name.
 
     base: the arguments of the base model.
     """
@@ -90,15 +90,11 @@ class Rules:
     base: LlamaArgs
 
     def init(self, name: str) -> Init:
-        """Return how a parameter is drawn. Raises KeyError for a name that the model lacks."""
         rule = self.spec.init_rule(name, self._as_deep)
         return _scaled(rule, self.factors(name).init, self._is_offset(name))
 
     def factors(self, name: str, muon: bool = False) -> Factors:
-        """Return the factors of a parameter. muon: Muon updates it, and not AdamW.
-
-        Raises KeyError for a name that the model lacks.
-        """
+        """muon: Muon updates the parameter, and not AdamW."""
         ratios = self.ratios(name)
         held = self._multiplier(name)
         rate = 1 / ratios.inputs
@@ -112,7 +108,6 @@ class Rules:
         return Factors(_init_factor(ratios) * held, rate * held, gradient / held)
 
     def ratios(self, name: str) -> Ratios:
-        """Return how much wider a parameter is. Raises KeyError for a name that the model lacks."""
         module = _module_of(name)
         here = self.size(name)
         match = _LAYER.match(name)
@@ -159,7 +154,6 @@ class Rules:
     # Multipliers, and where they are
 
     def _multiplier(self, name: str) -> float:
-        """Return the multiplier that a parameter has taken in."""
         kind = kind_of(_module_of(name))
         if kind == _EMBEDDING:
             return 1 / self._embedding
@@ -175,7 +169,6 @@ class Rules:
 
     @cached_property
     def _embedding(self) -> float:
-        """The ratio of what embeddings are multiplied by, beside muP."""
         return self.args.embedding_scale / self.base.embedding_scale
 
     @cached_property
@@ -229,9 +222,8 @@ def _scaled(rule: Init, factor: float, is_offset: bool) -> Init:
 
 
 def _outer_sizes(args: LlamaArgs) -> Mapping[str, Size]:
-    """Return the sizes outside of blocks.
-
-    What a vocabulary has does not count: it is the same in all models.
+    """Return the sizes outside of blocks. That of a vocabulary does not count: it is the same in
+    all models.
     """
     return {
         _EMBEDDING: Size(1, args.dim),

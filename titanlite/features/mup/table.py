@@ -62,7 +62,6 @@ def lines(rules: Rules, optimizer: Optimizer) -> list[str]:
 
 
 def _rows(rules: Rules, optimizer: Optimizer) -> list[tuple[str, ...]]:
-    """Return the cells of each kind of weight, the first of its kind."""
     firsts: dict[str, str] = {}
     for name in rules.names():
         firsts.setdefault(kind_of(name), name)
@@ -89,7 +88,6 @@ def _is_matrix_in_block(rules: Rules, name: str) -> bool:
 
 
 def _size(rules: Rules, name: str) -> str:
-    """Return inputs x outputs; of a vector its length."""
     size = rules.size(name)
     if name == "tok_embeddings.weight":
         return f"vocab x {size.out_features}"

@@ -90,8 +90,7 @@ class MXFeature(Float8Feature):
     def plan_speed(self, step: StepSizes) -> None:
         """Count products as in bf16, for want of runs.
 
-        Raises ConfigError for a GPU without MX units,
-        unless it emulates them.
+        Raises ConfigError for a GPU without MX units, unless it emulates them.
         """
         gpu = step.rates.gpu
         if not self.section.emulate and not gpu.key.startswith(_GPUS):

@@ -21,9 +21,9 @@ from titanlite.parallel.feature_linear import FeatureLinear
 def apply_mx(model: nn.Module, names: Sequence[str], recipe: str, *, emulate: bool) -> list[str]:
     """Let the linears of these names compute in MXFP8, in place; return those that it has.
 
-    model: on the meta device. Names of other pipeline stages are skipped. recipe: "mxfp8" or
-    "mxfp8_floor". emulate: the same rounded numbers, multiplied in the dtype of the activations.
-    Raises ParallelismError for a module that is no plain linear.
+    model: on the meta device. recipe: "mxfp8" or "mxfp8_floor". emulate: the same rounded numbers,
+    multiplied in the dtype of the activations. Raises ParallelismError for a module that is no
+    plain linear.
     """
     modules = dict(model.named_modules())
     found = [name for name in names if name in modules]
@@ -38,9 +38,8 @@ def apply_mx(model: nn.Module, names: Sequence[str], recipe: str, *, emulate: bo
 
 
 class MXLinear(nn.Linear, FeatureLinear):
-    """A linear whose three products are of numbers in MXFP8.
-
-    Numbers are rounded in blocks of 32 along the dimension that the product sums over.
+    """A linear whose three products are of MXFP8 numbers, rounded in blocks of 32 along the summed
+    dimension.
     """
 
     product: Product
@@ -59,9 +58,8 @@ class MXLinear(nn.Linear, FeatureLinear):
             raise ParallelismError(f"a linear in MXFP8 is divided as {known}, and not as {kind}")
 
     def _divided(self, input: Tensor, weight: DTensor) -> DTensor:
-        """Return the product of tensor parallelism: each rank rounds and multiplies its parts.
-
-        Parts hold whole blocks, so the rounded numbers are those of one rank.
+        """Let each rank round and multiply its parts. They hold whole blocks, so the rounded
+        numbers are those of one rank.
         """
         assert isinstance(input, DTensor)
         (way,) = weight.placements

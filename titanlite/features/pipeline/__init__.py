@@ -63,10 +63,7 @@ class PipelineParallel(Feature):
         return self.section.pipeline_parallel_microbatches or self.degree
 
     def layout(self, spec: ModelSpec, args: Any, seq_len: int) -> StageLayout:
-        """Return where a model is cut. Raises ParallelismError.
-
-        args: the model's. seq_len: tokens of a sequence, which costs depend on.
-        """
+        """Return where a model is cut; costs depend on `seq_len`. Raises ParallelismError."""
         costs = offered(spec, "pipeline_costs")(args, seq_len)
         points = self.section.pipeline_parallel_split_points
         return split_stages(costs, self.degree, self.schedule, points)
@@ -74,15 +71,12 @@ class PipelineParallel(Feature):
     # Before the ranks start
 
     def cut(self, d: Config, mesh: MeshSizes, batch: BatchSizes) -> Cut:
-        """Return the sizes of a run, and its sections with defaults of the pipeline filled in."""
         return cut_run(d, self.microbatches, mesh, batch)
 
     def problems(self, d: Config, run: RunConfig) -> Iterable[Problem]:
-        """Find what does not fit the ranks. d: the sections as written."""
         return checks.rank_problems(d, run)
 
     def microbatch_problems(self, run: RunConfig) -> Iterable[Problem]:
-        """Find what does not fit the micro-batches of a step, when all else fits the ranks."""
         return checks.microbatch_problems(run)
 
     def model_problems(self, run: RunConfig, args: Any) -> Iterable[Problem]:
@@ -104,7 +98,7 @@ class PipelineParallel(Feature):
         return PipelineModel(parts, layout, builder.mesh)
 
     def runner(self, builder: ModelBuilder, model: nn.Module, loss: LossFunction) -> Pipeline:
-        """Return what runs a `PipelineModel` that `build` has made, in batches of the run."""
+        """Return what runs a `PipelineModel` of `build`."""
         from titanlite.features.pipeline.runner import Pipeline
         from titanlite.features.pipeline.stages import PipelineModel
 

@@ -25,10 +25,7 @@ PIECES = "experimental.pipeline_parallel_microbatches"
 
 
 def rank_problems(d: Config, run: RunConfig) -> Iterator[Problem]:
-    """Check the pieces of a batch, and the stages of the schedule.
-
-    d: the sections as written; those of the run have defaults filled in.
-    """
+    """Check the pieces of a batch, and the stages of the schedule. d: the sections as written."""
     pieces = run.pipeline.microbatches
     size = d.training.batch_size
     if size % pieces:

@@ -14,7 +14,7 @@ Action = tuple[str, int]
 
 
 def actions(schedule: str, ranks: int, rank: int, stages: int, pieces: int) -> Iterator[Action]:
-    """Yield the forwards and backwards of pipeline rank `rank`; `stages` of its own, `pieces`
+    """Yield the forwards and backwards of a pipeline rank with `stages` of its own and `pieces`
     micro-batches of each.
     """
     if schedule == "1F1B":
@@ -47,9 +47,8 @@ def _alternating(
     forward_first: bool,
     late: int | None = None,
 ) -> Iterator[Action]:
-    """Yield backward after forward.
-
-    late: backwards have halves, and the second follows after so many first ones.
+    """Yield backward after forward. late: each backward's second half follows after so many first
+    ones.
     """
     kind = "B" if late is None else "I"
     yield from (("F", stage) for stage in forwards[:ahead])

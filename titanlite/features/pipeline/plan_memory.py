@@ -38,7 +38,6 @@ def pipeline_events(step: StepEvents) -> Iterator[Event]:
 
 
 def _work(step: StepEvents, kind: str, stage: list[str]) -> Iterator[Event]:
-    """Yield what one piece does in a stage. kind: as of `Action`."""
     # The first stage has no first half of a backward, and all in the second.
     is_first = "tok_embeddings" in stage
     if kind == "F":

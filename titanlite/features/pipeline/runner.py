@@ -39,11 +39,10 @@ class Pipeline:
         microbatches: int,
         loss: LossFunction,
     ) -> None:
-        """builder: has made the model.
+        """schedule: a name of `SCHEDULES`. microbatches: pieces of each micro-batch.
 
-        schedule: a name of `titanlite.parallel.schedules.SCHEDULES`. microbatches: pieces of each
-        micro-batch. All pieces of a step go through one run of the schedule. So ranks wait once per
-        step for the pipeline to fill and to drain. loss: summed over tokens.
+        All pieces of a step go through one run of the schedule, so ranks wait once per step for the
+        pipeline to fill and drain. loss: summed over tokens.
         """
         run = builder.run
         self._builder = builder
@@ -103,9 +102,8 @@ class Pipeline:
         )
 
     def _hidden(self, tokens: Tensor, device: torch.device | str) -> Tensor:
-        """Return an empty tensor for the hidden states of tokens [rows, seq] between stages.
-
-        Ranks of tensor parallelism divide the sequence there.
+        """Return an empty tensor for the hidden states of tokens [rows, seq] between stages, with
+        tensor parallelism of a part of the sequence.
         """
         rows, seq_len = tokens.shape
         shape = (rows, seq_len // self._builder.tp, self._builder.args.dim)
@@ -123,13 +121,12 @@ class Pipeline:
         tokens: Tensor,
         phase: Callable[[str], object] = lambda _: None,
     ) -> Tensor:
-        """Accumulate gradients of the step's loss.
+        """Accumulate gradients of the step's loss; return this rank's share of it (0-dim,
+        detached).
 
-        Return this rank's share of it (0-dim, detached).
-
-        Only the last stage has a loss: the shares of other ranks are zero. tokens: valid tokens of
-        the whole step over all data-parallel ranks, so that shares simply add up. Gradients are
-        reduced over ranks once, at the end. phase: is told that "pipeline" begins.
+        Only the last stage has a loss; other shares are zero. tokens: valid tokens of the step over
+        all data-parallel ranks, so that shares add up. Gradients are reduced once, at the end.
+        phase: is told that "pipeline" begins.
         """
         phase("pipeline")
         self._tokens = tokens
@@ -155,8 +152,8 @@ class Pipeline:
         """Return a batch's loss, summed over tokens (0-dim), without gradients: zero on ranks
         without the last stage.
 
-        batch: any number of sequences, on the device; the same on all ranks of the pipeline.
-        loss: in place of that of training.
+        batch: any number of sequences, the same on all ranks of the pipeline. loss: in place of
+        that of training.
         """
         loss = loss or self._loss
         count = self._microbatches

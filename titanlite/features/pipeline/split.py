@@ -23,8 +23,8 @@ from titanlite.parallel.schedules import SCHEDULES
 
 
 def stage_count(schedule: str, degree: int, split_points: Sequence[str]) -> int:
-    """Return the stages of the whole pipeline: as the split points make them, else one per rank, or
-    two.
+    """Return the stages of the whole pipeline: as the split points make them, else one or two per
+    rank.
     """
     if split_points:
         return len(split_points) + 1
@@ -43,7 +43,6 @@ class StageLayout:
     costs: tuple[tuple[str, Cost], ...]
 
     def on(self, rank: int) -> list[int]:
-        """Return the stages of a rank, in the order they run."""
         return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
 
     @property
@@ -103,9 +102,8 @@ def _named_cuts(names: Sequence[str], points: Sequence[str]) -> list[int]:
 def balance_stages(costs: Sequence[Cost], stages: int) -> list[int]:
     """Return where each stage but the first begins, for stages of the most even cost.
 
-    The largest number of FLOPs of a stage is as small as possible: all others wait for that stage.
-    Among such divisions it takes the one whose largest stage has the fewest parameters: the
-    embedding costs memory alone.
+    The largest FLOPs of a stage are as few as possible: all others wait for it. Among such
+    divisions the largest stage has the fewest parameters, since the embedding costs memory alone.
 
     costs: of the embedding, the blocks, the last norm and the head. Each stage has at least one
     block; ParallelismError if there are too few.
@@ -130,16 +128,16 @@ def balance_stages(costs: Sequence[Cost], stages: int) -> list[int]:
 def _smallest_maximum(
     sizes: tuple[int, ...], limited: tuple[int, ...], stages: int, limit: float = math.inf
 ) -> tuple[float, tuple[int, ...]]:
-    """Return the smallest possible largest sum of `sizes` over contiguous stages, and where each
-    but the first begins.
+    """Return the smallest largest sum of `sizes` over contiguous stages, and where each but the
+    first begins.
 
-    limited, limit: no stage's sum of `limited` may be above it.
+    No stage's sum of `limited` may be above `limit`.
     """
     total, bound = ([0, *itertools.accumulate(numbers)] for numbers in (sizes, limited))
 
     @functools.cache
     def best(end: int, stages: int) -> tuple[float, tuple[int, ...]]:
-        """Return the same for the pieces before `end`, and where each stage begins."""
+        """Return the same for the pieces before `end`."""
         if not stages:
             return (math.inf if end else 0), ()
         found: tuple[float, tuple[int, ...]] = (math.inf, ())

@@ -23,8 +23,8 @@ def cut_stages(
     """Return the stages of pipeline rank `rank`: whole models, in which modules of other stages are
     None or gone.
 
-    build: makes the whole model; on the meta device it costs no memory. Raises ParallelismError for
-    a parameter outside of all stages: each stage would train its own copy.
+    build: makes the whole model, best on the meta device. Raises ParallelismError for a parameter
+    outside of all stages: each would train its own copy.
     """
     return {stage: _without_others(build(), layout, stage) for stage in layout.on(rank)}
 
@@ -50,8 +50,7 @@ def _without_others(model: nn.Module, layout: StageLayout, stage: int) -> nn.Mod
 
 
 class PipelineModel(nn.Module):
-    """The stages of this rank as one module, in which every parameter has its name of the whole
-    model.
+    """The stages of this rank as one module, whose parameters have their names of the whole model.
 
     It serves the optimizer, norms and checkpoints. It cannot be called; `Pipeline` runs the stages.
     """
@@ -59,7 +58,6 @@ class PipelineModel(nn.Module):
     def __init__(
         self, stages: Mapping[int, nn.Module], layout: StageLayout, mesh: DeviceMesh
     ) -> None:
-        """mesh: from `DistEnv.build_mesh`."""
         super().__init__()
         #: By number. In a dictionary of Python's, so that no parameter has a second name.
         self.stages = dict(stages)

@@ -43,7 +43,6 @@ class TaskEvaluation(Feature):
     # Before the ranks start
 
     def missing_packages(self, is_installed: Callable[[str], bool]) -> Iterator[Problem]:
-        """Find tasks without their package."""
         if not is_installed(HARNESS):
             message = "needs the package lm-eval, which is not installed"
             remedy = f"{pip_install(HARNESS)}, or leave the key out"
@@ -52,7 +51,7 @@ class TaskEvaluation(Feature):
     # The tasks: `titanlite.assembly.datasets` calls this
 
     def load(self, run: RunConfig, share: Share) -> Sequence[HarnessTask]:
-        """Load the tasks on rank 0 alone; others get none.
+        """Load the tasks on rank 0 alone.
 
         Raises ConfigError for tasks that cannot be loaded, or cannot run beside training.
         """
@@ -72,7 +71,7 @@ class TaskEvaluation(Feature):
     # The run
 
     def callbacks(self, parts: TrainingComponents, write: Write) -> Iterator[TaskRun]:
-        """Yield what runs the tasks on this rank. An evaluation may end with the save of a run."""
+        """An evaluation may end with the save of a run."""
         from titanlite.features.context.loader import split_batch
         from titanlite.features.tasks.ranks import Place, RankScorer
         from titanlite.features.tasks.run import TaskRun

@@ -87,10 +87,10 @@ def load_tasks(
     limit: int | None,
     key: str = KEY,
 ) -> list[HarnessTask]:
-    """Load tasks by name.
+    """Load tasks by name. key: names them in a config or on the command line.
 
-    key: what names them, of a config or of the command line. Raises ConfigError for names that the
-    harness does not know. So it does for tasks that cannot be loaded, also for want of a network.
+    Raises ConfigError for names that the harness does not know, and for tasks that cannot be
+    loaded, also for want of a network.
     """
     if importlib.util.find_spec(HARNESS) is None:
         message = f"lm-evaluation-harness is not installed: {pip_install(HARNESS)}"
@@ -140,7 +140,6 @@ def _figures(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Seed Python's and numpy's generators inside, and leave all as they were."""
     import numpy as np
     import torch
 
@@ -159,9 +158,8 @@ def _seeded() -> Iterator[None]:
 
 @contextmanager
 def _watched(scorer: RankScorer) -> Iterator[None]:
-    """Replace the harness's progress bars inside, which would cut the log of a run.
-
-    They are around long work of rank 0. In their place other ranks hear of it.
+    """Let other ranks hear of rank 0's long work where the harness has progress bars, which would
+    cut the log.
     """
     from lm_eval.api import model, task
 

@@ -127,7 +127,6 @@ class RankScorer(Scorer):
         return message[0]
 
     def _score(self, batches: Sequence[Sequence[Row]]) -> list[list[float]]:
-        """Return the sums of all rows, in order; see `Scorer._scored`."""
         counts = [len(batch) for batch in batches]
         device = self.subject.device
         sums = torch.zeros(sum(counts), 2, dtype=torch.float64, device=device)

@@ -25,7 +25,7 @@ NAME = "tasks"
 class TaskRun(Callback):
     """Runs the tasks of `[eval]` while a model trains. All ranks call it together.
 
-    tasks: of rank 0; the other ranks need none. weights: entered while the model is run, as
+    tasks: of rank 0; other ranks need none. weights: entered while the model is run, as
     `WeightAverage.applied`. write: takes a step and figures.
     """
 
@@ -61,9 +61,7 @@ class TaskRun(Callback):
             self._run(trainer)
 
     def _run(self, trainer: Trainer) -> None:
-        """Run the tasks and hand their figures on.
-
-        A task that fails is told, and training continues. A stop leaves the tasks to the resumed
+        """A task that fails is told, and training continues. A stop leaves the tasks to the resumed
         run.
         """
         trainer.owed.add(NAME)

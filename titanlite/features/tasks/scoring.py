@@ -57,8 +57,8 @@ class Scorer:
     Requests of like length share a batch, the longest first: what needs too much memory fails at
     once. A request that is too long loses tokens on the left, as in the harness's `HFLM`.
 
-    batch_size: sequences at once. multiple: padded rows have a multiple of it. divide: returns this
-    rank's part of a batch. progress: takes the batches, and may show how many are done.
+    multiple: padded rows have a multiple of it. divide: returns this rank's part of a batch.
+    progress: takes the batches, and may show how many are done.
     """
 
     def __init__(
@@ -78,7 +78,6 @@ class Scorer:
         self.progress = progress
 
     def likelihoods(self, requests: Sequence[Request]) -> list[Likelihood]:
-        """Return the likelihood of each request, in their order."""
         rows = []
         for before, ids in requests:
             kept = [*before, *ids][-self.subject.limit - 1 :]
@@ -99,7 +98,7 @@ class Scorer:
         return torch.cat(parts).tolist() if parts else []
 
     def _pass(self, rows: Sequence[Row]) -> Tensor:
-        """Run the model on rows; return [rows, 2] float64, this rank's part of the sums."""
+        """Return [rows, 2] float64, this rank's part of the sums."""
         batch = self._divide(padded(rows, self._multiple))
         (batch,) = to_device([batch], self.subject.device)
         record = TargetLogs(self.subject.device)
@@ -110,7 +109,7 @@ class Scorer:
 class TargetLogs:
     """Stands in for a loss function: keeps the log-probability of each target, in float32.
 
-    A model that computes its loss in chunks calls it for each of them, in the order of the tokens.
+    A model that computes its loss in chunks calls it for each, in the order of the tokens.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -170,9 +169,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def padded(rows: Sequence[Row], multiple: int = 1) -> Batch:
-    """Return rows as one batch on the CPU; behind a row and before its targets nothing is asked.
-
-    multiple: the width is a multiple of it.
+    """Return rows as one batch on the CPU, its width a multiple of `multiple`; only targets
+    count.
     """
     longest = max(len(row.ids) for row in rows) - 1
     width = -(-longest // multiple) * multiple

@@ -62,7 +62,6 @@ class Problem:
     correlations: Array
 
     def law(self, row: Array) -> Law:
-        """Return the law of a row."""
         e, a, b, alpha, beta = (float(value) for value in row)
         return Law(
             float(np.exp(e)),
@@ -105,9 +104,8 @@ class Fit:
     notes: tuple[str, ...]
 
     def predict(self, parameters: float, tokens: float) -> tuple[float, float, float]:
-        """Return the loss of a run, and the ends of its interval.
-
-        The interval holds the loss of one further run with a probability of `CONFIDENCE`.
+        """Return the loss of a run, and the interval that holds one further run's loss with
+        probability `CONFIDENCE`.
         """
         middle = self.law.loss(parameters, tokens)
         errors = [
@@ -127,12 +125,13 @@ class Fit:
 def fit(points: Sequence[Point], replicates: int = REPLICATES) -> Fit:
     """Fit the law, with a bootstrap of `replicates` refits; 0: there are no intervals.
 
-    Errors are drawn around the fitted law, not points: sizes and horizons were chosen, and a draw
-    of the points of a small ladder often lacks a size. They are normal, of the spread that the
-    residuals have per number left over, and that spread is drawn too, as Student's t has it.
-    Errors of one trunk are correlated.
-    Residuals themselves cannot be drawn: this fit passes through as many points as it has numbers,
-    so a third of them may be 0. Raises LadderError.
+    Errors are drawn around the fitted law, not points: a draw of the points of a small ladder often
+    lacks a size. They are normal, with the spread of the residuals per number left over, which is
+    drawn too, as Student's t has it. Errors of one trunk are correlated. Residuals themselves
+    cannot be drawn: the fit passes through as many points as it has numbers, so a third of them may
+    be 0.
+
+    Raises LadderError.
     """
     check_points(points)
     problem, losses = _problem(points)
@@ -201,9 +200,8 @@ def _starts(losses: Array) -> Array:
 
 
 def _minimise(problem: Problem, starts: Array, losses: Array) -> tuple[Array, Array]:
-    """Return the laws that starts lead to, and their objectives.
-
-    losses: log losses [rows or 1, points].
+    """Return the laws that starts lead to, and their objectives. losses: log losses [rows or 1,
+    points].
     """
     rows = starts.copy()
     if not problem.free[_TOKEN]:
@@ -263,8 +261,8 @@ def _steps(differences: Array, derivatives: Array, damping: Array) -> Array:
 def _draws(problem: Problem, best: Array, residuals: Array, count: int) -> tuple[Array, Array]:
     """Return errors [count, points] for the bootstrap, and one further error for each draw.
 
-    best: the law of the points. A fit takes what is common to a trunk for a part of the law, so
-    residuals are smaller than errors by more than the numbers of the law.
+    A fit takes what is common to a trunk for a part of the law, so residuals are smaller than
+    errors by more than the numbers of the law.
     """
     generator = np.random.default_rng(0)
     _, derivatives = problem.log_losses(best[None])
@@ -282,9 +280,8 @@ def _draws(problem: Problem, best: Array, residuals: Array, count: int) -> tuple
 
 
 def _refit(problem: Problem, losses: Array, best: Array, found: Array) -> Array:
-    """Return the law of each row of log losses.
-
-    best: the law of the points, the first start. found: other ends of starts, the best first.
+    """Return the law of each row of log losses. found: ends of starts after `best`, the best
+    first.
     """
     places = np.unique(np.linspace(0, len(found) - 1, _MORE_STARTS + 1).astype(int))
     starts = np.stack([best, *found[places[1:]]])

@@ -62,7 +62,6 @@ class Law:
     token_exponent: float
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """Return the loss of a model of N parameters after D tokens."""
         by_size = self.size_factor * parameters**-self.size_exponent
         by_tokens = self.token_factor * tokens**-self.token_exponent
         return self.irreducible + by_size + by_tokens

@@ -71,9 +71,8 @@ def notes_on_distance(points: Sequence[Point], parameters: float, tokens: float)
 
 
 def leave_largest_out(points: Sequence[Point]) -> list[LeftOut]:
-    """Return the points of the largest model, predicted by the law of the smaller ones.
-
-    Empty: too few are left for a law.
+    """Return the points of the largest model, predicted by the law of the smaller ones, if enough
+    are left.
     """
     *smaller, largest = groups_of_sizes(points)
     try:

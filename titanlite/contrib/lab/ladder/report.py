@@ -15,10 +15,7 @@ from titanlite.utils import Table, human_count, render
 def report_text(
     found: Fit, left_out: Sequence[LeftOut], prediction: Prediction, notes: Sequence[str]
 ) -> str:
-    """Return the points, the law, its check and what it predicts.
-
-    left_out: points of the largest model, predicted from the smaller ones.
-    """
+    """Return the points, the law, its check on the largest model and what it predicts."""
     rows = []
     for point, residual in zip(found.points, found.residuals, strict=True):
         row = [

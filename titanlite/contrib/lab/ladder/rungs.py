@@ -80,7 +80,6 @@ class Rung:
         return self.shape.parameters
 
     def member(self, folder: Path) -> Member:
-        """Return the run for `titanlite.contrib.lab.members`. folder: of the ladder."""
         if self.trunk is None:
             return Member(self.name, self.flags)
         begin = folder / self.trunk / "checkpoint" / f"step-{self.begins}"

@@ -56,9 +56,9 @@ class Shape:
 
 
 def shapes(target: LlamaArgs, wanted: Sequence[int]) -> list[Shape]:
-    """Return the models nearest to the wanted parameters, the smallest first.
+    """Return the models nearest to the `wanted` parameters, the smallest first. Raises LadderError.
 
-    wanted: `ladder.sizes`; empty: the default ones. Raises LadderError.
+    wanted: empty: the default ones.
     """
     # The default ones are by blocks: of a small model with a large vocabulary the head is nearly
     # all.
@@ -122,7 +122,7 @@ def _kv_heads(target: LlamaArgs, heads: int) -> int:
 
 
 def _shape(target: LlamaArgs, heads: int, layers: int) -> Shape | None:
-    """Return the model with this many heads, each as wide as the target's; None: there is none."""
+    """Return the model with this many heads, each as wide as the target's, or None."""
     share = heads / target.n_heads
     dim = round(target.dim * share)
     if "head_dim" in target.__dataclass_fields__ or target.is_latent:
@@ -146,6 +146,5 @@ def _shape(target: LlamaArgs, heads: int, layers: int) -> Shape | None:
 
 
 def _round(width: float) -> int:
-    """Return the nearest width that matrix products like."""
     unit = _COARSE if width >= 10 * _COARSE else _FINE
     return max(round(width / unit), 1) * unit

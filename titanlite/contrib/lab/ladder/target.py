@@ -40,10 +40,7 @@ class Target:
 
 
 def target_of(arguments: argparse.Namespace, flags: Sequence[str]) -> Target:
-    """Return the target of a command line.
-
-    Raises ConfigError and LadderError for what cannot be the end of a ladder.
-    """
+    """Raises ConfigError and LadderError for what cannot be the end of a ladder."""
     config, problems = read([*files_of(arguments), *flags])
     refuse(problems)
     # What this machine lacks matters only to runs on it.

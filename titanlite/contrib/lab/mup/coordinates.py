@@ -45,7 +45,7 @@ class Task:
     def measure(self, args: Any, base: Any | None, seed: int = 0) -> dict[str, float]:
         """Train a model; return the mean absolute change of its activations by kind.
 
-        args: the model's. base: those of the base model; None: no muP.
+        base: arguments of the base model; None: no muP.
         """
         model, optimizer = self._begin(args, base, seed)
         first = self._activations(model)
@@ -82,7 +82,6 @@ class Task:
 
     @torch.no_grad()
     def _activations(self, model: nn.Module) -> dict[str, list[Tensor]]:
-        """Return the activations of the first batch by kind, in the order of blocks."""
         with _caught(model) as found:
             logits = model(self.batches[0][0]).float()
         # Those of the targets. The rest of a vocabulary moves by chance, and less in wide models:
@@ -94,7 +93,6 @@ class Task:
 
 @contextmanager
 def _caught(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Collect activations of the calls of a model inside, by kind."""
     found: dict[str, list[Tensor]] = {}
     handles = []
 

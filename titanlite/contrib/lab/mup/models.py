@@ -40,10 +40,10 @@ class Models:
 
 
 def models_of(args: LlamaArgs, mup: Mup, asked: Sequence[int]) -> Models:
-    """Return the models of a check.
+    """Return the models of a check. Raises ConfigError.
 
-    args: the config's. mup: its base model; without one the first width is the base. asked: widths;
-    empty: some that fit. Raises ConfigError.
+    mup: its base model; without one the first width is the base. asked: widths; empty: some that
+    fit.
     """
     most = max(LAYERS, getattr(args, "n_dense_layers", 0) + 1)
     small = replace(args, n_layers=min(args.n_layers, most), vocab_size=min(args.n_vocab, MOST_IDS))
