@@ -41,7 +41,7 @@ class Op:
 
     @property
     def extra(self) -> str:
-        """Name of what it keeps besides tensors of others."""
+        """Name of what it keeps besides others' tensors."""
         return f"{self.name}'"
 
     @property
@@ -51,16 +51,14 @@ class Op:
 
 
 class OpList(NamedTuple):
-    """The operators of a module, and its inputs → bytes."""
+    """A module's operators, and its inputs → bytes."""
 
     ops: list[Op]
     inputs: Mapping[str, int]
 
 
 class Peak(NamedTuple):
-    """Bytes at the moment of a module's peak, beside what it keeps before (backward) or after
-    (forward).
-    """
+    """Bytes at a module's peak, beside what it keeps before (backward) or after (forward)."""
 
     working: int = 0
     #: Gradients of the module's weights made so far.
@@ -71,7 +69,7 @@ class Peak(NamedTuple):
         return self.working + self.weights
 
     def or_higher(self, other: Peak) -> Peak:
-        """Return the higher of both, this one if they are equal."""
+        """Return the higher peak, this one if equal."""
         return other if other.total > self.total else self
 
     def above(self, size: int) -> Peak:
@@ -80,7 +78,7 @@ class Peak(NamedTuple):
 
 
 class ModuleMemory(NamedTuple):
-    """The needs of a module in one micro-batch, in bytes."""
+    """A module's needs in one micro-batch, in bytes."""
 
     #: Between forward and backward, its input included, its output not.
     kept: int
@@ -99,7 +97,7 @@ class ModuleMemory(NamedTuple):
 
 
 def measure(module: OpList, mode: str = "none") -> ModuleMemory:
-    """Replay a module. mode: "none", "full" or "op", how it checkpoints activations."""
+    """Replay a module. mode: of activation checkpointing, "none", "full" or "op"."""
     ops = module.ops
     replay = _Replay(module)
     if mode == "none":
@@ -124,9 +122,7 @@ def measure(module: OpList, mode: str = "none") -> ModuleMemory:
 
 
 def _by_policy(ops: Sequence[Op]) -> set[str]:
-    """Return the tensors that `OpPolicy` keeps: attention's, and every second matrix product, the
-    first included.
-    """
+    """Return the tensors that `OpPolicy` keeps: attention's, and every second product's."""
     products = [op.name for op in ops if op.kind == "matmul"]
     chosen = set(products[::2])
     for op in ops:
@@ -138,7 +134,7 @@ def _by_policy(ops: Sequence[Op]) -> set[str]:
 
 
 def _recomputing_backward(replay: _Replay, stays: set[str], cached: set[str]) -> Peak:
-    """Return the peak of a backward that runs the forward again, above what stays until then."""
+    """Return the peak of a backward that repeats the forward, above what stays until then."""
     ops = replay.ops
     kept = replay.bytes_of(stays)
     # It goes to the last operator that saves something, and runs that one only if it saves more
@@ -152,7 +148,7 @@ def _recomputing_backward(replay: _Replay, stays: set[str], cached: set[str]) ->
 
 
 class _Replay:
-    """Runs the operators of a module on sizes."""
+    """Runs a module's operators on sizes."""
 
     def __init__(self, module: OpList) -> None:
         self.ops = module.ops
@@ -179,10 +175,10 @@ class _Replay:
         ops: Sequence[Op] = (),
         runs: int | None = None,
     ) -> int:
-        """Return the most bytes that exist in a forward.
+        """Return the peak bytes of a forward.
 
-        stays: tensors that outlive it. alive: those that exist before it. cached: outputs that need
-        no work. ops: those of a recomputation, of which the first `runs` run; empty: all.
+        stays: tensors that outlive it. alive: those before it. cached: outputs that need no work.
+        ops: those of a recomputation, of which the first `runs` run; empty: all.
         """
         ops = ops or self.ops
         last_use: dict[str, int] = {}
@@ -252,8 +248,6 @@ class _Storage:
 
 
 class _Gradients:
-    """The gradients that exist in a backward."""
-
     def __init__(self, last: Op) -> None:
         #: Of all storages.
         self.bytes = 0
@@ -269,7 +263,7 @@ class _Gradients:
             self.bytes -= storage.size
 
     def sum_is_new(self, name: str) -> bool:
-        """Whether a sum takes another tensor, since the first gradient is of others too."""
+        """Whether a sum takes another tensor, since others hold the first gradient."""
         return name in self.of and self.of[name].users > 1
 
     def add(self, name: str, storage: _Storage) -> None:
