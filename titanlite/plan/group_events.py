@@ -18,7 +18,7 @@ from titanlite.plan.weights import Group, Weight
 
 
 class GroupEvents:
-    """Weights and gradients of a rank's groups."""
+    """Weights and gradients of a rank's groups; sizes are in bytes."""
 
     def __init__(self, sizes: RankSizes) -> None:
         self.sizes = sizes
@@ -82,15 +82,13 @@ class GroupEvents:
             yield Alloc("gathered weights", ("divided", group), whole // among)
 
     def buffer(self, group: Group) -> int:
-        """Return the bytes of a gather's buffers."""
         return sum(map(self._buffer, group.by_mesh))
 
     def last_buffer(self, group: Group) -> int:
-        """Return the bytes of the buffer that outlives a gather in the forward."""
+        """Return the bytes of the buffer that outlives a forward gather."""
         return self._buffer(group.by_mesh[-1]) if group.weights else 0
 
     def _buffer(self, weights: Sequence[Weight]) -> int:
-        """Return the bytes of one collective's buffer."""
         return self._whole(weights) if weights[0].shards > 1 else 0
 
     def _sent(self, weights: Sequence[Weight]) -> int:
@@ -103,7 +101,7 @@ class GroupEvents:
         return sent
 
     def _whole(self, weights: Sequence[Weight], copied: bool = False) -> int:
-        """Return the bytes of gathered weights. copied: those that a copy puts in order."""
+        """Return the bytes of gathered weights. copied: by those a copy puts in order."""
         found = 0
         for weight in weights:
             if copied and not weight.copied:
@@ -114,7 +112,7 @@ class GroupEvents:
         return found
 
     def _takes_masters(self, weight: Weight) -> bool:
-        """Return whether products take this rank's part of a weight as it is."""
+        """Whether products take this rank's part of a weight as it is."""
         has_dtype = self.sizes.held(weight) == self.sizes.low
         return self.sizes.shards_nothing and has_dtype and not self.sizes.offloads
 
@@ -207,7 +205,7 @@ class GroupEvents:
         return sum(weight.padded for weights in several for weight in weights) * self.sizes.reduced
 
     def _is_alone(self, weights: Sequence[Weight]) -> bool:
-        """Return whether no other rank has a part or copy of these weights."""
+        """Whether no other rank has a part or copy of these weights."""
         return (
             weights[0].shards == 1 and self.run.mesh.dp_replicate == 1 and not self.sizes.offloads
         )
@@ -221,7 +219,6 @@ class GroupEvents:
         return self._unreduced_bytes(group)
 
     def _unreduced_bytes(self, group: Group) -> int:
-        """Return the bytes of whole gradients that wait for the last micro-batch."""
         numbers = group.trained.numbers
         args = self.sizes.args
         has_table = "tok_embeddings" in group.modules and numbers and not args.tied

@@ -44,7 +44,7 @@ def estimate(run: RunConfig, rank: int | None = None, device: str = "cuda") -> R
 
 
 def _known_args(run: RunConfig) -> LlamaArgs:
-    """Return arguments with a vocabulary. Raises NoFormula."""
+    """Raise NoFormula, or return arguments with a vocabulary."""
     args = run.model_args()
     known_norms = ("rmsnorm", "fused_rmsnorm")
     if not isinstance(args, LlamaArgs) or args.norm_type not in known_norms:

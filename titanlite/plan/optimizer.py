@@ -62,7 +62,7 @@ def step_bytes(
 
 
 def _muon_bytes(weight: Weight, count: int) -> int:
-    """Return the temporary bytes for weights of one shape, as many at once as ranks share them."""
+    """Return the temporary bytes of one shape, as many weights at once as ranks share them."""
     together = min(count, weight.shards)
     local = together * weight.part
     # The directions in float32, their stack and its copy in bfloat16; then one whole matrix on this

@@ -35,7 +35,7 @@ def _not_yet(epochs: int) -> str:
 
 
 def _per_step(course: Course, unit: str) -> str:
-    """Return the tokens, or rows as sequences, of a step in each leg, in words."""
+    """Return a step's tokens or rows in each leg, in words."""
     sizes = [leg.size.tokens if unit == "tokens" else leg.size.rows for leg in course.legs]
     earlier = "".join(f"{size:,}, then " for size in sizes[:-1])
     return f"{earlier}{counted(sizes[-1], unit)} per step"
