@@ -123,7 +123,7 @@ class _Scanner:
         self._start = end
 
     def _enter(self, path: str, tree: dict[str, Any], is_header: bool) -> str:
-        """Note the line of all names in a tree below a path; return the last full name."""
+        """Note the lines of a tree's names; return the last full name."""
         last = path
         for name, value in tree.items():
             last = join(path, name)

@@ -46,7 +46,7 @@ class BackgroundWriter:
             self._rows.put((step, dict(values)))
 
     def stop(self, failed: bool = False) -> None:
-        """Let the thread send the rest and end, and return; `close` waits for it."""
+        """Let the thread send the rest; `close` waits for it."""
         if self._stopped_at is None:
             self._stopped_at = time.monotonic()
             self.failed = failed

@@ -149,7 +149,7 @@ class _Event(NamedTuple):
 
 
 class _Recorder:
-    """Hooks on every module that check its outputs in order, without reading the device."""
+    """Hooks that check the outputs of modules in order, without reading the device."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -172,7 +172,7 @@ class _Recorder:
                 handle.remove()
 
     def first_events(self) -> dict[Stage, _Event]:
-        """Read the device once; return this rank's first value that was not finite, by stage."""
+        """Read the device once; return this rank's first bad value by stage."""
         if not self._checks:
             return {}
         finite = torch.stack([flag for *_, flag in self._checks]).tolist()
@@ -188,7 +188,6 @@ class _Recorder:
         self._in_forward = True
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        """Check what a module returns, and its gradient when it is there."""
         if not self._in_forward:  # activation checkpointing runs the module again
             return
         for tensor in tree_leaves(output):

@@ -95,7 +95,7 @@ class StragglerDetector:
 
 
 class _HeadTimer:
-    """Measures the latest forward pass of a module on the GPU, with two events used again."""
+    """Measures a module's latest forward pass on the GPU, with the same two events."""
 
     def __init__(self, module: nn.Module) -> None:
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

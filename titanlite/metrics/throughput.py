@@ -189,7 +189,6 @@ def total_memory_bytes(device: torch.device) -> int:
 
 
 def _proc_field(path: str, name: str) -> str:
-    """Return the first value of that name in a file of /proc; "" where there is none."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path(path).read_text().splitlines()

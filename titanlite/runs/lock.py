@@ -116,7 +116,7 @@ class RunLock:
                 self._release()
 
     def _release(self) -> None:
-        """Delete the lock; in a store that forbids it, note in it that it is released."""
+        """In a store that forbids deletions, note in the lock that it is released."""
         try:
             self.path.unlink()
         except OSError:
@@ -127,7 +127,7 @@ class RunLock:
             )
 
     def _take(self, path: Path | StorePath) -> None:
-        """Create a lock file, or take an abandoned one over. Raises LockedError."""
+        """Raises LockedError."""
         while not self._create(path):
             holder = _read(path)
             if holder == {}:
@@ -156,9 +156,7 @@ class RunLock:
                 _remove(claim)
 
     def _take_over(self, path: Path | StorePath, holder: dict[str, Any]) -> bool:
-        """Delete an abandoned lock; return True where it was overwritten instead, and is this
-        run's.
-        """
+        """Return True where the lock was overwritten, not deleted, and is this run's."""
         now = _read(path)
         if now is None or now.get("token") != holder.get("token"):
             return False
@@ -188,9 +186,7 @@ class RunLock:
         return True
 
     def _is_alive(self, path: Path | StorePath, holder: dict[str, Any]) -> bool:
-        """Return whether a lock's holder lives, which it does not if the lock is released
-        meanwhile.
-        """
+        """A lock that is released meanwhile counts as dead."""
         if holder.get(_RELEASED) or _is_lost(holder):
             return False
         alive = process_is_alive(holder)
@@ -221,7 +217,7 @@ class RunLock:
         return False
 
     def _outlasts(self, path: Path | StorePath, holder: dict[str, Any]) -> bool:
-        """Wait for a live holder that was asked to stop; return whether it has gone."""
+        """Wait for a holder that was asked to stop; return whether it has gone."""
         if not holder.get(_ENDING):
             return False
         logger.warning(
@@ -314,7 +310,7 @@ def last_sign_of_life(folder: Path) -> float | None:
 
 
 def _remove(path: Path | StorePath) -> bool:
-    """Delete a file or object; return False where a store forbids it. Raises OSError for a file."""
+    """Return False where a store forbids it. Raises OSError for a file."""
     try:
         path.unlink(missing_ok=True)
     except OSError:
@@ -325,7 +321,7 @@ def _remove(path: Path | StorePath) -> bool:
 
 
 def _read(path: Path | StorePath) -> dict[str, Any] | None:
-    """Return a lock's content: empty if damaged, None if there is none. Raises OSError."""
+    """Return {} if damaged, None if there is no lock. Raises OSError."""
     try:
         if isinstance(path, Path):
             with open(path, "rb", opener=not_a_link) as stream:
@@ -354,7 +350,6 @@ def _describe(holder: dict[str, Any]) -> str:
 
 
 def _is_lost(holder: dict[str, Any]) -> bool:
-    """Return whether a holder ran on a host that this job has lost."""
     host = str(holder.get("host")).partition(".")[0]
     return bool(host) and host in os.environ.get(LOST_HOSTS, "").split(",")
 

@@ -238,7 +238,6 @@ def _peft(path: AnyPath, progress: Progress, origin: Origin, base: AnyPath | Non
 
 
 def _merged(source: Source, files: AdapterFiles, base: Source) -> Source:
-    """Return the weights that adapters (`source`) and their base make."""
     from titanlite.features.lora.source import merged
 
     if base.adapters is not None:
@@ -263,7 +262,7 @@ def _described(path: AnyPath, record: Mapping[str, Any], origin: Origin) -> tupl
 
 
 def _foreign(path: AnyPath, spec: ModelSpec | None = None, args: Any = None) -> Source:
-    """Return the weights of another program. spec, args: of their model; None: by its config."""
+    """spec, args: of the model; None: by its config."""
     weights = open_weights(path, spec, args)
     weights.check_head()
     has_config = path.is_dir() and (path / HF_CONFIG).is_file()

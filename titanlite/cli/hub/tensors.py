@@ -266,7 +266,7 @@ def our_logits(family: str, args: Any, read: Read, tokens: torch.Tensor) -> torc
 
 
 def _cannot(family: str, args: Any) -> str:
-    """Return why `transformers` cannot compute the logits here; "" if it can."""
+    """Return why `transformers` cannot compute the logits; "": it can."""
     if importlib.util.find_spec("transformers") is None:
         return _NO_TRANSFORMERS
     # 4 bytes of float32, and a part of it once more.

@@ -142,9 +142,7 @@ def _first_update(
 
 
 def _traced(run: RunConfig, device: str) -> RunConfig:
-    """Return the run as a trace runs it: eagerly, and two micro-batches at most (more add
-    nothing).
-    """
+    """Run eagerly, and two micro-batches at most: more add nothing."""
     accumulation = run.batch.accumulation
     if run.mesh.pipeline == 1:
         accumulation = min(accumulation, 2)
@@ -201,7 +199,7 @@ def _fake_group(size: int, rank: int, device: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _like_gpu() -> Iterator[None]:
-    """Inside, let the model do on CPU tensors what it does on a GPU, where the memory differs."""
+    """Let the model do on CPU tensors what it does on a GPU, where the memory differs."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None) -> torch.Tensor:
         # On a GPU torch makes no tensor of a `CausalBias`.
