@@ -43,9 +43,8 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
 class Muon(AnyPrecisionAdamW):
     """Muon for groups with `muon = True`, AdamW in float32 for the others.
 
-    Parameters of such groups are [m, n], or k matrices [k, m, n]. Each matrix of a mesh is made
-    orthogonal on one of its ranks. An all-to-all brings its rows together, and a second one takes
-    them back.
+    Parameters of such groups are matrices [m, n] or [k, m, n]. Each is made orthogonal on one of
+    the ranks that share it: one all-to-all brings its rows together, a second one takes them back.
     """
 
     def __init__(self, parameters: Any, *, momentum: float = 0.95, **options: Any) -> None:
@@ -86,8 +85,8 @@ class Muon(AnyPrecisionAdamW):
 
 
 def _at_once(parameter: torch.nn.Parameter) -> int:
-    """Return how many matrices are worked on at a time: as many as ranks, so that none holds more
-    than one whole.
+    """Return how many matrices are worked on at a time, so that no rank holds more than one
+    whole.
     """
     if not isinstance(parameter, DTensor):
         return 1

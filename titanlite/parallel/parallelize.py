@@ -53,8 +53,6 @@ class ModelBuilder:
     def build(self, seed: int) -> nn.Module:
         """Build the sharded model on the device with its initial weights. No rank ever holds a full
         copy.
-
-        Of a pipeline it is this rank's stages (`PipelineModel`).
         """
         model = self.build_on_meta()
 
@@ -78,7 +76,7 @@ class ModelBuilder:
         return model
 
     def build_on_meta(self) -> nn.Module:
-        """Build the model as `build` does, sharded, but on the meta device: it has no memory."""
+        """Build the model as `build` does, but on the meta device."""
         # Groups of the whole model, so that they do not depend on where it is cut.
         groups: Sequence[FSDPGroup] = self.spec.fsdp_groups(self.args)
         policy = self.run.training.fsdp_units
@@ -211,7 +209,7 @@ class ModelBuilder:
 
     @property
     def compiled_names(self) -> list[str]:
-        """The modules of the whole model that `torch.compile` makes one graph each."""
+        """The modules of the whole model that become one graph each."""
         if not self.compiles("model"):
             return []
         field = "sublayer_names" if compiles_halves(self.run) else "block_names"
@@ -219,8 +217,8 @@ class ModelBuilder:
         return names
 
     def compiled_modules(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Return those of `compiled_names` that are here, without modules that send rows to other
-        ranks: the host reads how many.
+        """Return those of `compiled_names` that are here, without those that send rows: the host
+        reads how many.
         """
         from titanlite.parallel.activation_checkpoint import exchange_of
 

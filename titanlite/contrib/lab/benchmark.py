@@ -149,10 +149,8 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def levels_of(config: str, overlays: Sequence[str], skipped: Sequence[str]) -> dict[str, list[str]]:
-    """Return files and flags by level: the four of a config without those `skipped`, then each
-    overlay NAME=FILE.toml over the first.
-
-    Raises ConfigError.
+    """Return files and flags by level: the four of a config without `skipped` ones, then each
+    overlay NAME=FILE.toml over the first. Raises ConfigError.
     """
     found = {}
     on: list[str] = []
@@ -200,7 +198,7 @@ def _make_runs(
 ) -> dict[tuple[str, int], Run]:
     """Make the missing runs; return all that are done. A run that fails is the last one.
 
-    members: by level and repeat. Each repeat starts with another level.
+    Each repeat starts with another level.
     """
     finished = {}
     keys = list(members)

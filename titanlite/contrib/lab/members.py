@@ -117,9 +117,8 @@ def _shared(run: RunConfig, own: Path) -> list[Problem]:
 
 
 def _changes(config: LoadedConfig, run: RunConfig, own: Path) -> list[Problem]:
-    """Return the keys in which an earlier run in the folder differs.
-
-    Other ranks count as a change where the batch follows from them.
+    """Return the keys in which an earlier run in the folder differs, its ranks too where the batch
+    follows from them.
     """
     try:
         old = (own / CONFIG).read_text(encoding="utf-8")
@@ -146,8 +145,8 @@ def run_members(
 ) -> list[MemberResult]:
     """Run the members that are not done, one after the other; return how all stand, in their order.
 
-    A run that was stopped resumes from its checkpoint, or starts again without one; one that fails
-    does not end the others. config_args: files and flags that all share. nproc: ranks of each.
+    A stopped run resumes from its checkpoint, or starts again without one; one that fails does not
+    end the others. config_args: files and flags that all share. nproc: ranks of each.
 
     Call it from the main thread. Raises MemberError before any run starts, LockedError where
     another process holds the folder, and `processes.Stopped` on Ctrl-C and SIGTERM, when the run

@@ -79,7 +79,6 @@ class LoraFeature(Feature):
         freeze(model)
 
     def after_sharding(self, builder: ModelBuilder, model: nn.Module) -> None:
-        """Let a backward gather no weights that it does not need."""
         from titanlite.features.lora.modules import skip_unused_gathers
 
         skip_unused_gathers(model)

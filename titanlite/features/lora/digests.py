@@ -35,7 +35,7 @@ def digest_of_tensor(tensor: Tensor) -> str:
 def digests_of(tensors: Mapping[str, Tensor], names: list[str]) -> dict[str, str]:
     """Return name → hash of tensors that all ranks share. All ranks call it together.
 
-    names: of the tensors of all ranks, in one order.
+    names: of all ranks, in one order.
     """
     device = next(iter(tensors.values())).device
     if dist.get_backend() == "gloo":

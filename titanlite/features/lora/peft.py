@@ -116,7 +116,7 @@ def _settings(file: AnyPath) -> tuple[int, float, bool]:
 
 
 def _sizes(file: AnyPath, weights: Weights, rank: int) -> dict[str, Size]:
-    """Raises CheckpointError where a linear lacks one of its matrices."""
+    """Raises CheckpointError where a linear lacks a matrix."""
     found = {}
     for name in weights.parts:
         linear, _, _ = name.rpartition(".")

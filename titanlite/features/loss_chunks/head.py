@@ -29,11 +29,12 @@ from titanlite.parallel.feature_linear import FeatureLinear
 
 
 def chunk_head(model: nn.Module, chunks: int, head_name: str = "output") -> None:
-    """Let `model` compute its loss in at most `chunks` pieces of the tokens, in place.
+    """Let `model` compute its loss in at most `chunks` pieces of the tokens, in place; names and
+    weights stay.
 
-    The model hands `labels` and `loss`, arguments of its call, on to its head and returns the
-    head's result, as `titanlite.models.layers.Llama` does. So the head is called once, and
-    `fully_shard` gathers its weights once. Names and weights stay. Of a pipeline: for every stage.
+    The model hands `labels` and `loss` on to its head and returns the head's result, as
+    `titanlite.models.layers.Llama` does. So the head is called once, and `fully_shard` gathers its
+    weights once. Of a pipeline: for every stage.
 
     Raises ValueError if chunks is below 1, the model takes no labels, or the head is no linear
     without bias, as after `fully_shard` or in float8.
@@ -132,9 +133,8 @@ def _wants_gradient(tensor: Tensor) -> bool:
 class _ChunkedLoss(torch.autograd.Function):
     """Loss and gradients chunk by chunk, so that only one chunk's logits exist at a time.
 
-    Gradients are computed with the loss, so no product is computed twice, and what stays until the
-    backward is as large as the inputs. The backward multiplies by the loss's own gradient, a
-    scalar.
+    With gradients computed beside the loss no product is computed twice, and what stays is as large
+    as the inputs. The backward multiplies by the loss's own gradient, a scalar.
     """
 
     @staticmethod
@@ -194,7 +194,7 @@ def _of_chunk(
 ) -> tuple[Tensor, Tensor]:
     """A chunk's loss, and its gradient for the logits [tokens, vocab] (else the logits themselves).
 
-    A function, so that all else of the size of the logits is gone when it returns.
+    In a function, so that all else of that size is gone when it returns.
     """
     logits = rows @ weight.t()
     if not differentiate:

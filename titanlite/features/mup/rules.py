@@ -222,9 +222,7 @@ def _scaled(rule: Init, factor: float, is_offset: bool) -> Init:
 
 
 def _outer_sizes(args: LlamaArgs) -> Mapping[str, Size]:
-    """Return the sizes outside of blocks. That of a vocabulary does not count: it is the same in
-    all models.
-    """
+    """Return the sizes outside of blocks, without the vocabulary: it is the same in all models."""
     return {
         _EMBEDDING: Size(1, args.dim),
         _LAST_NORM: Size(1, args.dim),

@@ -22,8 +22,8 @@ def apply_mx(model: nn.Module, names: Sequence[str], recipe: str, *, emulate: bo
     """Let the linears of these names compute in MXFP8, in place; return those that it has.
 
     model: on the meta device. recipe: "mxfp8" or "mxfp8_floor". emulate: the same rounded numbers,
-    multiplied in the dtype of the activations. Raises ParallelismError for a module that is no
-    plain linear.
+    multiplied in the activations' dtype. Raises ParallelismError for a module that is no plain
+    linear.
     """
     modules = dict(model.named_modules())
     found = [name for name in names if name in modules]

@@ -74,10 +74,10 @@ def _has_kernels() -> bool:
 
 @functools.cache
 def product(recipe: str, emulate: bool) -> Product:
-    """Return torchao's product of an input and a weight, both rounded to MXFP8; so are their
-    gradients.
+    """Return torchao's product of an input and a weight rounded to MXFP8; so are its gradients'
+    products.
 
-    emulate: with the products of any device, in the dtype of the input.
+    emulate: on any device, in the dtype of the input.
     """
     torchao()  # without the lines that it logs
     from torchao.prototype.moe_training import mxfp8_linear

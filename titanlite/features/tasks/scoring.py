@@ -54,11 +54,11 @@ class Row(NamedTuple):
 class Scorer:
     """Scores requests on one device.
 
-    Requests of like length share a batch, the longest first: what needs too much memory fails at
+    Requests of like length share a batch, the longest first, so that a lack of memory shows at
     once. A request that is too long loses tokens on the left, as in the harness's `HFLM`.
 
-    multiple: padded rows have a multiple of it. divide: returns this rank's part of a batch.
-    progress: takes the batches, and may show how many are done.
+    multiple: of the width of padded rows. divide: returns this rank's part of a batch. progress:
+    takes the batches, and may show how many are done.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Scorer:
 class TargetLogs:
     """Stands in for a loss function: keeps the log-probability of each target, in float32.
 
-    A model that computes its loss in chunks calls it for each, in the order of the tokens.
+    A model with its loss in chunks calls it for each, in the order of the tokens.
     """
 
     def __init__(self, device: torch.device) -> None:

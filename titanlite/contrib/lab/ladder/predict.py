@@ -26,7 +26,6 @@ class Prediction:
 
     @property
     def error(self) -> float:
-        """Half the interval."""
         return (self.high - self.low) / 2
 
 

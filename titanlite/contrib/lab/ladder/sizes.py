@@ -108,7 +108,6 @@ def _candidates(target: LlamaArgs, largest: int) -> Iterator[Shape]:
 
 
 def _keeps_groups(target: LlamaArgs, heads: int) -> bool:
-    """Return whether so many heads can share keys about as those of the target do."""
     wanted = max(heads * target.kv_heads / target.n_heads, 1)
     shared = _kv_heads(target, heads)
     return max(shared / wanted, wanted / shared) <= _NEAR_GROUP
@@ -122,7 +121,6 @@ def _kv_heads(target: LlamaArgs, heads: int) -> int:
 
 
 def _shape(target: LlamaArgs, heads: int, layers: int) -> Shape | None:
-    """Return the model with this many heads, each as wide as the target's, or None."""
     share = heads / target.n_heads
     dim = round(target.dim * share)
     if "head_dim" in target.__dataclass_fields__ or target.is_latent:
