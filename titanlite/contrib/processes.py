@@ -179,9 +179,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return what a process started, the youngest first; also what has another session, as
-    torchrun.
-    """
+    """Return what a process started, the youngest first, in other sessions too."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
@@ -193,9 +191,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def last_lines(console: Path, count: int = 15) -> list[str]:
-    """Return the last lines that the ranks of a run wrote, without torchrun's report of the
-    failure.
-    """
+    """Return the last lines of a run's ranks, without torchrun's report of the failure."""
     lines = console.read_text(encoding="utf-8", errors="replace").splitlines()
     lines = [line for line in lines if line.strip()]
     # The first line may be one that the ranks wrote through the same logger.

@@ -120,9 +120,8 @@ def _levels(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Ten
 class AdamW8bit(AnyPrecisionAdamW):
     """AdamW whose moments are codes of 8 bits with one float32 scale for each block of a row.
 
-    After Dettmers et al., 2021, arXiv:2110.02861, in torchao's number format. Blocks are pieces of
-    rows, not of a rank's flat shard: moments are sharded as the weights, and checkpoints load on
-    any mesh that cuts no block.
+    After Dettmers et al., 2021, arXiv:2110.02861, in torchao's number format. Moments are sharded
+    as the weights, not flat, and checkpoints load on any mesh that cuts no block.
     """
 
     def __init__(self, parameters: Any, **options: Any) -> None:

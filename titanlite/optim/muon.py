@@ -43,8 +43,8 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
 class Muon(AnyPrecisionAdamW):
     """Muon for groups with `muon = True`, AdamW in float32 for the others.
 
-    Parameters of such groups are matrices [m, n] or [k, m, n]. Each is made orthogonal on one of
-    the ranks that share it: one all-to-all brings its rows together, a second one takes them back.
+    Parameters of such groups are matrices [m, n] or [k, m, n]. One rank of those that share a
+    matrix makes it orthogonal, between two all-to-alls of its rows.
     """
 
     def __init__(self, parameters: Any, *, momentum: float = 0.95, **options: Any) -> None:
@@ -102,7 +102,6 @@ def _is_strided(placements: Sequence[Placement]) -> bool:
 
 
 def _orthogonal(directions: list[torch.Tensor], like: torch.nn.Parameter) -> list[torch.Tensor]:
-    """Return local parts of matrices sharded as `like`, with whole matrices made orthogonal."""
     stack = torch.stack(directions).bfloat16()
     if not isinstance(like, DTensor):
         return list(orthogonalize(stack).unbind())

@@ -41,8 +41,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer of section `[optimizer]`; `gated_step` sets its rates at every step.
 
-    parameters: all of a model, by name. blocks: names of blocks, whose matrices Muon takes. scales:
-    of rates and epsilons, for a built-in optimizer. Without groups all parameters have one weight
+    parameters: all of a model, by name. blocks: their names; Muon takes their matrices. scales: of
+    rates and epsilons, for a built-in optimizer. Without groups all parameters have one weight
     decay, norms included, as in Llama 2's and torchtitan's training.
 
     Raises TypeError for an object that is no optimizer, and ConfigError for a class that refuses
@@ -103,8 +103,8 @@ def set_rates(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `gated_step` can divide this optimizer's gradients, which saves a pass over
-    them.
+    """Return whether `gated_step` can divide this optimizer's gradients: it saves a pass
+    over them.
     """
     return isinstance(optimizer, Adam) and _selects(optimizer)
 

@@ -152,7 +152,7 @@ def apply_ac(
 
 
 def recomputed_blocks(names: Sequence[str], settings: ActivationCheckpoint) -> list[str]:
-    """Return the blocks that recompute: all, every Nth (the Nth, the 2Nth, …), or none of them."""
+    """Return the blocks that recompute: all, every Nth (the Nth, the 2Nth, …), or none."""
     if settings.mode in ("none", "budget"):
         return []
     if settings.mode == "full" or settings.by_op:

@@ -31,7 +31,7 @@ def divided_cross_entropy(logits: DTensor, labels: Tensor, objective: Objective)
 
 
 class _DividedCrossEntropy(torch.autograd.Function):
-    """Keeps the exponentials of the shifted logits in float32; its backward turns them into the
+    """Keeps the exponentials of the shifted logits in float32, of which its backward makes the
     gradient.
     """
 

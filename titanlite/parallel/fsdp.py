@@ -137,8 +137,8 @@ def _stack_placement(dp_mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | No
 
 
 def offloads(cpu_offload: bool, device_type: str) -> bool:
-    """Whether parameters, gradients and optimizer state are kept in host memory: on a CPU they are
-    already.
+    """Whether parameters, gradients and optimizer state move to host memory: on a CPU they are
+    there already.
     """
     return cpu_offload and device_type != "cpu"
 

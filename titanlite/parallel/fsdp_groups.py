@@ -66,7 +66,6 @@ def _can_be_group(path: str, module: nn.Module) -> bool:
 
 
 def _post_order(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield path and module, every module once and after its children."""
     seen: set[nn.Module] = set()
 
     def walk(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -107,7 +107,7 @@ class _WholeParam(FSDPParam):
 
 
 class _OneBuffer(ReduceScatter):
-    """Gives `fully_shard` one tensor as input and output of a reduction: nothing is copied."""
+    """One tensor as input and output of `fully_shard`'s reduction: nothing is copied."""
 
     _given: torch.Tensor | None = None
 

@@ -18,7 +18,7 @@ class HostMemory:
     computation.
 
     A fetch also starts the copy back of the tensor sent before, which a backward needs next. Device
-    memory belongs to the computation's stream, which waits for the other one. With
+    memory belongs to the computation's stream, which waits for the copies. With
     `Tensor.record_stream` the allocator would take new memory as far as the host runs ahead.
     """
 

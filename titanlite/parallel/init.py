@@ -79,7 +79,7 @@ def fill(  # noqa: PLR0913
 ) -> None:
     """Fill `local`, the part of a parameter of global `shape` that starts at `offset`, in place.
 
-    device: where to draw the values, if not where `local` is.
+    device: where to draw the values, if not there.
     """
     if local.numel() == 0:
         return
@@ -125,7 +125,7 @@ def fill_part(
 ) -> None:
     """Fill this rank's part of a tensor (plain or DTensor) in place, by seed and name alone.
 
-    device: where to draw the values, if not where the tensor is.
+    device: where to draw the values, if not there.
     """
     shape = tuple(tensor.shape)
     if isinstance(tensor, DTensor):

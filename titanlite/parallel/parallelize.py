@@ -94,7 +94,6 @@ class ModelBuilder:
         return self.spec.build_on_meta(self.args)
 
     def parallelize(self, model: nn.Module, groups: Sequence[FSDPGroup]) -> nn.Module:
-        """Divide and wrap a model or pipeline stage on the meta device, in place."""
         features = self.run.features.on
         self._set_dtype(model)
         # Other modules in the place of some: float8, adapters, a head that computes the loss.
@@ -152,7 +151,6 @@ class ModelBuilder:
             apply_compile(modules, self.run.compile.backend, self.compile_options)
 
     def _separate_cache(self) -> None:
-        """Keep graphs of tensor-parallel ranks apart, also those that code of the user compiles."""
         if self.run.training.compile or self.tp > 1:
             from titanlite.parallel.compile import separate_cache
 
@@ -198,7 +196,7 @@ class ModelBuilder:
 
     @property
     def linears(self) -> Linears:
-        """Those of the whole model. Raises ParallelismError for a model that names none."""
+        """Raises ParallelismError for a model that names none."""
         from titanlite.models.linears import linears_of
 
         offered(self.spec, "linears")
@@ -209,7 +207,6 @@ class ModelBuilder:
 
     @property
     def compiled_names(self) -> list[str]:
-        """The modules of the whole model that become one graph each."""
         if not self.compiles("model"):
             return []
         field = "sublayer_names" if compiles_halves(self.run) else "block_names"
@@ -237,7 +234,6 @@ class ModelBuilder:
 
     @property
     def param_dtype(self) -> torch.dtype:
-        """Of gathered weights and of activations."""
         return DTYPES[self.run.training.mixed_precision_param]
 
 

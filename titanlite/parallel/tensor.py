@@ -220,7 +220,7 @@ def _gathering(cls: type[nn.Module], cast: _Cast | None, linear: str) -> type[nn
 
 
 def _share_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Each rank's heads give a part of the gradient, and the parts are added up."""
+    """Parts of the gradient, from each rank's heads, are added up."""
     x, *others = args
     whole = x.redistribute(placements=[Replicate()])
     return (whole.to_local(grad_placements=[Partial()]), *others)

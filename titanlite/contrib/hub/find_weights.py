@@ -46,7 +46,7 @@ class Weights:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Return the figures of metrics.jsonl for the step of these weights."""
+        """Return the figures of metrics.jsonl for this step."""
         found: dict[str, float] = {}
         for row in self.run.rows:
             if row["step"] == self.step:
@@ -55,8 +55,8 @@ class Weights:
 
 
 def find_weights(source: AnyPath) -> Weights:
-    """Return the weights of a run or its folder of checkpoints (the newest valid one), one
-    `step-N`, or exported weights.
+    """Return the weights of a run or its checkpoints (the newest valid one), of one `step-N`, or
+    exported ones.
 
     Raises CheckpointError; LinkError for a link, which could lead to a file that nobody meant to
     upload.

@@ -33,9 +33,10 @@ class HubError(RuntimeError):
 
 
 def open_repository(repository: str, private: bool | None) -> Any:
-    """Return the client of the hub for a repository that takes uploads, which is made if need be.
+    """Return the hub's client for a repository that takes uploads and is made if need be. Raises
+    HubError.
 
-    private: None: as its owner has chosen. Raises HubError.
+    private: None: as its owner has chosen.
     """
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
 

@@ -174,8 +174,8 @@ def levels_of(config: str, overlays: Sequence[str], skipped: Sequence[str]) -> d
 
 
 def common_flags(default: Sequence[str], flags: Sequence[str], steps: int, ranks: int) -> list[str]:
-    """Return the flags of all runs: their length, one seed, and the config's own rates for these
-    steps. flags: of the user.
+    """Return the flags of all runs: their length, one seed, the config's own rates for these steps,
+    and those of the user.
     """
     base, problems = read([*default, *flags])
     refuse(problems)
@@ -196,9 +196,8 @@ def common_flags(default: Sequence[str], flags: Sequence[str], steps: int, ranks
 def _make_runs(
     members: Mapping[tuple[str, int], Member], folder: Path, ranks: int, levels: int
 ) -> dict[tuple[str, int], Run]:
-    """Make the missing runs; return all that are done. A run that fails is the last one.
-
-    Each repeat starts with another level.
+    """Make the missing runs, each repeat from another level; return all that are done. A run that
+    fails is the last one.
     """
     finished = {}
     keys = list(members)

@@ -48,9 +48,9 @@ class Copies:
         """Send this rank's part to its keepers while it receives others'; return the folders of
         copies.
 
-        All ranks call it together. written: size and hash of each rank's part. A copy that cannot
-        be kept is a warning on its rank. Raises RuntimeError, perhaps on few ranks, where a
-        connection is lost.
+        All ranks call it together. written: size and hash of each part. A copy that cannot be kept
+        is a warning on its rank. Raises RuntimeError, perhaps on few ranks, where a connection is
+        lost.
         """
         incoming = {}
         for owner in self.owners:
@@ -125,8 +125,8 @@ def transfer(
 ) -> None:
     """Send files (rank → path and size) while those of other ranks arrive, block by block.
 
-    All ranks call it together. What cannot be read is sent as zeros, which the receiver finds by
-    the hash. Raises RuntimeError, perhaps on few ranks, where a connection is lost.
+    All ranks call it together. Unreadable bytes are sent as zeros, which the hash reveals. Raises
+    RuntimeError, perhaps on few ranks, where a connection is lost.
     """
     sizes = [size for _, size in outgoing.values()]
     sizes += [one.written.size for one in incoming.values()]

@@ -42,7 +42,7 @@ _LETTERS = 16
 class TieredCheckpointer(Checkpointer):
     """Saves and resumes one run, from its shared folder and from `config.local_folder`.
 
-    All ranks make one and make the same calls. Raises CheckpointError, on all ranks, where a rank
+    All ranks make one and make the same calls. Raises CheckpointError, on all ranks, where one
     cannot write to the local folder.
     """
 
@@ -87,8 +87,8 @@ class TieredCheckpointer(Checkpointer):
         return loaded
 
     def _settle(self, loaded: LoadedState | None) -> None:
-        """Begin a new line of the run, from what was taken: later steps are trained again, so later
-        saves must not come back.
+        """Begin a new line of the run, from what was taken: saves of later steps must not come
+        back.
         """
         step = -1
         if loaded is not None and loaded.origin == "resume":
@@ -192,8 +192,8 @@ class TieredCheckpointer(Checkpointer):
 def local_root(config: Checkpoint, world: DistEnv, group: dist.ProcessGroup | None) -> Path:
     """Return the folder of this run's local saves on this node. All ranks call it together.
 
-    It is named by an id beside the shared checkpoints, and by their place, so a run begun anew, or
-    a copy, has another. Raises CheckpointError, on all ranks, where one of them cannot write there.
+    It is named by an id beside the shared checkpoints and their place, so a run begun anew, or a
+    copy, has another. Raises CheckpointError, on all ranks, where one cannot write there.
     """
     name = on_rank_0(world, lambda: _run_name(to_path(config.folder)), group)
     folder = Path((config.local_folder or "").replace("{local_rank}", str(this_rank().local_rank)))
@@ -215,7 +215,7 @@ def local_root(config: Checkpoint, world: DistEnv, group: dist.ProcessGroup | No
 
 
 def _run_name(shared: AnyPath) -> str:
-    """On rank 0: return the name of a run's local folders. The first start makes its id."""
+    """Call it on rank 0. The first start makes its id."""
     path = shared / RUN_ID
     place = str(shared)
     if isinstance(shared, Path):

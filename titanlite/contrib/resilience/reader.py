@@ -128,7 +128,7 @@ class LocalReader:
         return "; ".join([text, *sorted(set(self._bad.values()))[:3]])
 
     def _verified(self) -> list[Source | None]:
-        """Return a source for each rank, compared; None: there is none."""
+        """Return a compared source for each rank, or None."""
         compared: set[Source] = set()
         while True:
             plan = [self._source(rank) for rank in range(self.world.size)]
@@ -143,7 +143,7 @@ class LocalReader:
     def _source(self, rank: int) -> Source | None:
         """Return where a rank gets its part from: its own, one on its node, one of another node.
 
-        With several nodes each rank sends its own part, to share the work.
+        With several nodes each rank sends its own, to share the work.
         """
         sources = self._by_hash[self.manifest.hashes[part_name(rank)]]
         return min(

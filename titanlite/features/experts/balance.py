@@ -41,7 +41,6 @@ class ExpertBalance:
                 self._layers[row].load = self._loads[row]
 
     def begin(self) -> None:
-        """Forget all rows: a step begins."""
         self._loads.zero_()
 
     @torch.no_grad()

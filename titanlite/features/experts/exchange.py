@@ -62,8 +62,6 @@ def _(sizes: Tensor) -> Tensor:
 
 
 class _Move(torch.autograd.Function):
-    """`Route.move`: a permutation over all ranks, whose gradient goes the way back."""
-
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: Route, there: bool) -> Tensor:
         ctx.route, ctx.there = route, there
@@ -75,8 +73,8 @@ class _Move(torch.autograd.Function):
 
 
 def save_sizes(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save the rows for each rank's experts, for which the host would wait again, and recompute all
-    else.
+    """Save how many rows go to each rank's experts, for which the host would wait again; recompute
+    all else.
     """
     name = str(op)
     is_exchange = name == "_c10d_functional.all_to_all_single.default"

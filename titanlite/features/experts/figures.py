@@ -51,9 +51,7 @@ class ExpertFigures(Callback):
         return sums
 
     def figures(self, trainer: Trainer, sums: list[float]) -> dict[str, float]:
-        """Return means over tokens and layers. Ranks that count the same tokens do not
-        change them.
-        """
+        """Return means over tokens and layers."""
         shares, entropies, losses = {}, [], []
         for name, experts in self._experts.items():
             rows = sums[:experts]

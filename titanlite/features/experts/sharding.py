@@ -32,8 +32,8 @@ def expert_mesh(mesh: DeviceMesh, ranks: int) -> DeviceMesh:
     """Divide the ranks with different tokens and the same experts: [expert_shard, ep], with
     replicas one dimension before.
 
-    The `ranks` that share the experts are neighbours in the mesh; those of `expert_shard` hold the
-    same ones and shard them. It makes process groups: call it once.
+    The `ranks` that share the experts are neighbours; those of `expert_shard` hold the same ones.
+    It makes process groups: call it once.
     """
     if mesh["tp"].size() == 1:
         weights = fsdp_mesh(mesh)
@@ -62,8 +62,8 @@ def _check_divides(ranks: int, most: int) -> None:
 
 
 def apply_ep(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide the experts of `model` over the ranks of a one-dimensional mesh, in place, after
-    tensor parallelism.
+    """Divide the experts of `model` over a one-dimensional mesh, in place, after tensor
+    parallelism.
 
     Experts are modules with an attribute `exchange`, which becomes an `Exchange`. Their parameters
     [experts, …] are divided along the first dimension.

@@ -92,7 +92,7 @@ class Float8Feature(Feature):
     # The step: `titanlite.assembly` calls this
 
     def after_update(self, model: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
-        """Return what a step calls when the weights are new: it finds their scales."""
+        """Return what finds the scales of new weights after each step."""
         from titanlite.features.float8.gathered import ScalePrecompute
         from titanlite.step import do_nothing
 

@@ -19,7 +19,7 @@ from titanlite.parallel.meshes import fsdp_mesh
 class ScalePrecompute:
     """Computes the scales of all weights that are gathered in float8, after each update.
 
-    One all-reduce replaces one of each weight whenever it is gathered. The scales are the same.
+    One all-reduce replaces that of each weight and gather. The scales are the same.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:

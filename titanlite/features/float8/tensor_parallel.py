@@ -61,8 +61,7 @@ def _cast_when_sent() -> tuple[Any, Any]:
 # One function for all blocks: `titanlite.parallel.tensor` makes one class for each.
 @functools.cache
 def input_cast() -> Callable[[Tensor, Any], Tensor]:
-    """Return a function (x, linear) → x in float8, as `linear` and others of its recipe would cast
-    it.
+    """Return a function (x, linear) → x in float8, as linears of that recipe would cast it.
 
     A cast before the all-gather halves its bytes, and happens once for linears with one input.
     """

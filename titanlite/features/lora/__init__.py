@@ -107,7 +107,6 @@ class LoraFeature(Feature):
         return FrozenBase(run.checkpoint, world, adapters, fingerprints, about)
 
     def checkpoint(self, section: Checkpoint) -> Checkpoint:
-        """Return the section by which a run saves and loads its adapters."""
         # `initial_load_path` names the frozen weights.
         return replace(section, initial_load_path=self.section.adapter, initial_load_in_hf=False)
 

@@ -28,7 +28,7 @@ def add_adapters(
 ) -> None:
     """Give the linears of a model or pipeline stage on the meta device their adapters, in place.
 
-    Adapters have the dtype of the weights, which then get `frozen_dtype`. Raises TypeError for a
+    Adapters take over the dtype of the weights, which get `frozen_dtype`. Raises TypeError for a
     target that is no linear.
     """
     modules = dict(model.named_modules())

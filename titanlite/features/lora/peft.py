@@ -62,7 +62,7 @@ _INIT = "init_lora_weights"
 
 
 def open_peft(path: Path, spec: ModelSpec, args: Any) -> Weights:
-    """Open the adapters in a folder of PEFT's: names and shapes; the tensors are read later.
+    """Open the adapters in a folder of PEFT's; the tensors are read later.
 
     `Weights.config` is their record. Raises CheckpointError, naming file, entry or tensor.
     """
@@ -154,7 +154,7 @@ def save_peft(
     """Write adapters, by our names, as a folder of PEFT's, which appears when it is whole.
 
     base: path or name of the weights beside them. Raises CheckpointError when the folder exists, or
-    the model has no form for Hugging Face.
+    the model has no Hugging Face form.
     """
     from safetensors.torch import save_file
 

@@ -33,8 +33,8 @@ def chunk_head(model: nn.Module, chunks: int, head_name: str = "output") -> None
     weights stay.
 
     The model hands `labels` and `loss` on to its head and returns the head's result, as
-    `titanlite.models.layers.Llama` does. So the head is called once, and `fully_shard` gathers its
-    weights once. Of a pipeline: for every stage.
+    `titanlite.models.layers.Llama` does. So `fully_shard` gathers the head's weights once. Of a
+    pipeline: for every stage.
 
     Raises ValueError if chunks is below 1, the model takes no labels, or the head is no linear
     without bias, as after `fully_shard` or in float8.
@@ -60,7 +60,7 @@ def chunk_head(model: nn.Module, chunks: int, head_name: str = "output") -> None
 
 
 class ChunkedHead(nn.Linear, FeatureLinear):
-    """A head that computes the loss too. Made of a linear by `chunk_head`."""
+    """A head that computes the loss too, made of a linear by `chunk_head`."""
 
     chunks: int
     #: How logits are laid out over the ranks of tensor parallelism; None without it. Set by
@@ -72,8 +72,8 @@ class ChunkedHead(nn.Linear, FeatureLinear):
     ) -> Tensor:
         """Return the loss as a scalar; without labels the logits.
 
-        x: [batch, seq, dim]; labels: [batch, seq] int64. Under tensor parallelism x is this rank's
-        part of each sequence, labels are those of the whole.
+        x: [batch, seq, dim], under tensor parallelism this rank's part of each sequence; labels:
+        [batch, seq] int64, whole.
         """
         weight = self.weight
         if self.logits is None:
@@ -101,8 +101,6 @@ class ChunkedHead(nn.Linear, FeatureLinear):
 
 
 class _DividedHead(ColwiseParallel):
-    """Divides the weights of a head that gathers its input by itself, chunk by chunk."""
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         (module.logits,) = self.output_layouts  # type: ignore[assignment]
         return distribute_module(module, device_mesh, self._partition_linear_fn)

@@ -148,7 +148,6 @@ class Rules:
 
     @cached_property
     def _as_deep(self) -> LlamaArgs:
-        """The base model with as many blocks as the model."""
         return replace(self.base, n_layers=self.args.n_layers)
 
     # Multipliers, and where they are
@@ -201,7 +200,6 @@ def _init_factor(ratios: Ratios) -> float:
 
 
 def _score_scale(args: LlamaArgs) -> float:
-    """Return what scores are multiplied by without muP."""
     return args.query_scale / math.sqrt(head_width(args))
 
 
@@ -235,7 +233,6 @@ def _largest(size: Size) -> int:
 
 
 def _module_of(name: str) -> str:
-    """Return a parameter's name as sizes have it: without `.weight`."""
     return name.removesuffix(".weight")
 
 

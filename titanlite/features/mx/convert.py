@@ -58,8 +58,8 @@ class MXLinear(nn.Linear, FeatureLinear):
             raise ParallelismError(f"a linear in MXFP8 is divided as {known}, and not as {kind}")
 
     def _divided(self, input: Tensor, weight: DTensor) -> DTensor:
-        """Let each rank round and multiply its parts. They hold whole blocks, so the rounded
-        numbers are those of one rank.
+        """Let each rank multiply its parts, which hold whole blocks: numbers are rounded as on one
+        rank.
         """
         assert isinstance(input, DTensor)
         (way,) = weight.placements

@@ -61,7 +61,7 @@ class Pipeline:
         self.resize(run.batch.accumulation, run.rank_len)
 
     def resize(self, accumulation: int, seq_len: int) -> None:
-        """Run steps of so many micro-batches from now on. seq_len: tokens of a row on this rank."""
+        """Run steps of so many micro-batches. seq_len: tokens of a row on this rank."""
         self._seq_len = seq_len
         # It loads the compiler.
         from torch.distributed.pipelining.schedules import get_schedule_class
@@ -78,7 +78,7 @@ class Pipeline:
         )
 
     def _stage(self, number: int, count: int) -> PipelineStage:
-        """Make a stage of known shapes, so that torch does not run the model once to infer them."""
+        """With known shapes torch does not run the model once to infer them."""
         from torch.distributed.pipelining import PipelineStage
 
         builder = self._builder
@@ -103,8 +103,8 @@ class Pipeline:
         )
 
     def _hidden(self, tokens: Tensor, device: torch.device | str) -> Tensor:
-        """Return an empty tensor for this rank's hidden states of tokens [rows, seq] between
-        stages.
+        """Return an empty tensor for hidden states of tokens [rows, seq], whose sequence
+        tensor-parallel ranks divide.
         """
         rows, seq_len = tokens.shape
         shape = (rows, seq_len // self._builder.tp, self._builder.args.dim)
@@ -190,7 +190,7 @@ class Pipeline:
     def _inputs(
         self, number: int, tokens: Sequence[Tensor], local: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """Yield the inputs of a stage, piece by piece; wait for each when it is needed."""
+        """Yield the inputs of a stage; each is waited for when it is needed."""
         if number == 0:
             yield from tokens
         elif number - 1 in self._model.stages:

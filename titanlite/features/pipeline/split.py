@@ -47,14 +47,14 @@ class StageLayout:
 
     @property
     def trained(self) -> list[str]:
-        """Modules of the whole model that have parameters, in the order they run."""
+        """Modules that have parameters, in the order they run."""
         return [name for name, cost in self.costs if cost.parameters]
 
 
 def split_stages(
     costs: Mapping[str, Cost], degree: int, schedule: str, split_points: Sequence[str] = ()
 ) -> StageLayout:
-    """Divide a model into the stages of `schedule` on `degree` ranks. Raises ParallelismError.
+    """Divide a model into the stages of `schedule`. Raises ParallelismError.
 
     costs: the modules before which a pipeline may be cut, in the order they run. split_points:
     modules that start a stage, all but the first; empty: stages of even cost.
@@ -127,8 +127,8 @@ def balance_stages(costs: Sequence[Cost], stages: int) -> list[int]:
 def _smallest_maximum(
     sizes: tuple[int, ...], limited: tuple[int, ...], stages: int, limit: float = math.inf
 ) -> tuple[float, tuple[int, ...]]:
-    """Return the smallest largest sum of `sizes` over contiguous stages, and where each but the
-    first begins.
+    """Return the smallest largest sum of `sizes` over contiguous stages, and where all but the
+    first begin.
 
     No stage's sum of `limited` may be above `limit`.
     """

@@ -50,7 +50,7 @@ def _without_others(model: nn.Module, layout: StageLayout, stage: int) -> nn.Mod
 
 
 class PipelineModel(nn.Module):
-    """The stages of this rank as one module, whose parameters have their names of the whole model.
+    """The stages of this rank as one module, with the whole model's names of parameters.
 
     It serves the optimizer, norms and checkpoints; `Pipeline` runs the stages.
     """
@@ -85,7 +85,7 @@ class PipelineModel(nn.Module):
             )
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """Return the modules that this rank runs, see `titanlite.dist.local_parts.parts_of`."""
+        """See `titanlite.dist.local_parts.parts_of`."""
         return list(self.stages.values())
 
     def train(self, mode: bool = True) -> PipelineModel:

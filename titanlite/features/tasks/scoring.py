@@ -92,7 +92,7 @@ class Scorer:
         return found
 
     def _scored(self, batches: Sequence[Sequence[Row]]) -> list[list[float]]:
-        """Return for each row its log-likelihood and the targets that greedy decoding misses."""
+        """Return each row's log-likelihood and the targets that greedy decoding misses."""
         with evaluating(self.subject.model):
             parts = [self._pass(batch) for batch in self.progress(batches)]
         return torch.cat(parts).tolist() if parts else []
@@ -136,7 +136,7 @@ class TargetLogs:
         return torch.zeros((), device=self._device)
 
     def sums(self, rows: int) -> Tensor:
-        """Return the sums over each row, [rows, 2] float64; zeros where this rank has no logits."""
+        """Return the sums over rows, [rows, 2] float64; zeros where this rank has no logits."""
         if not self._logs:
             return torch.zeros(rows, 2, dtype=torch.float64, device=self._device)
         kept = (torch.cat(self._logs), torch.cat(self._misses))
@@ -144,7 +144,7 @@ class TargetLogs:
 
 
 def _whole_rows(logits: Tensor, places: Tensor) -> Tensor:
-    """Return the logits at some places of [rows * seq], [places, vocab], whole on every rank."""
+    """Return the logits [places, vocab] at `places` of [rows * seq], whole on every rank."""
     if not isinstance(logits, DTensor):
         return logits.flatten(0, -2)[places]
     (placement,) = logits.placements
@@ -156,7 +156,7 @@ def _whole_rows(logits: Tensor, places: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Let a model evaluate inside: in evaluation mode, without gradients, uncompiled."""
+    """Let a model evaluate inside, without gradients and uncompiled."""
     training = model.training
     model.eval()
     try:

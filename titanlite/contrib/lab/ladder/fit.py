@@ -116,7 +116,6 @@ class Fit:
         return middle, middle * float(np.exp(low)), middle * float(np.exp(high))
 
     def interval(self, name: str) -> tuple[float, float]:
-        """Return the ends of the interval of a number of the law, by its field."""
         found = [getattr(law, name) for law in self.replicates]
         low, high = np.quantile(found, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
         return float(low), float(high)
@@ -259,7 +258,8 @@ def _steps(differences: Array, derivatives: Array, damping: Array) -> Array:
 def _draws(problem: Problem, best: Array, residuals: Array, count: int) -> tuple[Array, Array]:
     """Return errors [count, points] for the bootstrap, and one further error for each draw.
 
-    A fit takes what is common to a trunk for a part of the law, so residuals underestimate errors.
+    A fit takes what is common to a trunk for a part of the law, so residuals underestimate errors
+    by more than the numbers of the law.
     """
     generator = np.random.default_rng(0)
     _, derivatives = problem.log_losses(best[None])
@@ -277,9 +277,6 @@ def _draws(problem: Problem, best: Array, residuals: Array, count: int) -> tuple
 
 
 def _refit(problem: Problem, losses: Array, best: Array, found: Array) -> Array:
-    """Return the law of each row of log losses. found: ends of starts after `best`, the best
-    first.
-    """
     places = np.unique(np.linspace(0, len(found) - 1, _MORE_STARTS + 1).astype(int))
     starts = np.stack([best, *found[places[1:]]])
     rows = np.tile(starts, (len(losses), 1))

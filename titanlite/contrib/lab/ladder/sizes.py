@@ -88,7 +88,6 @@ def shapes(target: LlamaArgs, wanted: Sequence[int]) -> list[Shape]:
 
 
 def _candidates(target: LlamaArgs, largest: int) -> Iterator[Shape]:
-    """Yield models for each number of heads, up to the first well above the largest size."""
     heads = 0
     while True:
         heads += 1
@@ -114,7 +113,6 @@ def _keeps_groups(target: LlamaArgs, heads: int) -> bool:
 
 
 def _kv_heads(target: LlamaArgs, heads: int) -> int:
-    """Return the divisor of the heads that is nearest to the target's share of key heads."""
     wanted = max(heads * target.kv_heads / target.n_heads, 1)
     divisors = [number for number in range(1, heads + 1) if heads % number == 0]
     return min(divisors, key=lambda number: abs(math.log(number / wanted)))
