@@ -132,7 +132,7 @@ def _is_harmless(part: str) -> bool:
 
 
 def public_tree(value: Any) -> Any:
-    """Return a value of JSON with each of its texts as `public` gives it, names of entries too."""
+    """Return a JSON value with each text, and each name, as `public` gives it."""
     if isinstance(value, str):
         return public(value)
     if isinstance(value, Mapping):
@@ -141,20 +141,18 @@ def public_tree(value: Any) -> Any:
 
 
 def has_login(url: str) -> bool:
-    """Return whether a URL has a user or a password before its host, hidden or not."""
+    """Return whether a URL has a user or password, hidden or not."""
     login = _LOGIN.match(url)
     return login is not None and _without_login(login) != login[0]
 
 
 def is_hidden(url: str) -> bool:
-    """Return whether a text has a URL whose login or query `public` has hidden: it cannot be
-    opened.
-    """
+    """Return whether `public` hid a login or query: the URL cannot be opened."""
     return f"{REMOVED}@" in url or re.search(rf"[?#&;]{re.escape(REMOVED)}", url) is not None
 
 
 class _PublicRecords(logging.Filter):
-    """Hides logins and queries of URLs before any handler gets a record."""
+    """Hides URLs' logins and queries before any handler gets a record."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
@@ -169,7 +167,7 @@ logger.addFilter(_PublicRecords())
 
 
 def hide_secrets_in_tracebacks() -> None:
-    """Make Python print the traceback of an error that ends the process as `escape` gives it."""
+    """Make Python print the traceback that ends the process as `escape` gives it."""
 
     def hook(
         kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
@@ -198,7 +196,7 @@ def escape(text: str, colors: bool = False, verbatim: bool = False) -> str:
 
 
 def say(text: str) -> None:
-    """Print a text on stderr at once, as `escape` gives it."""
+    """Print on stderr at once, as `escape` gives it."""
     print(escape(text), file=sys.stderr, flush=True)
 
 
@@ -212,7 +210,7 @@ def escape_name(text: str) -> str:
 
 
 def control_characters(text: str) -> list[str]:
-    """Return the characters of a text that `escape_name` rewrites, in its form, each once."""
+    """Return the characters that `escape_name` rewrites, in its form, each once."""
     found = {match[0]: _as_code(match) for match in _CONTROL_IN_NAME.finditer(text)}
     return list(found.values())
 
@@ -224,7 +222,7 @@ def _as_code(match: re.Match[str]) -> str:
 
 @dataclass(frozen=True)
 class Style:
-    """ANSI styles, or none where the output is no terminal."""
+    """ANSI styles, or none without a terminal."""
 
     color: bool
 
@@ -255,9 +253,7 @@ def wants_color(stream: IO[str]) -> bool:
 
 
 def counted(number: float, nouns: str) -> str:
-    """A number and what is counted, given in the plural: `1 step`, `2,000 steps`, `1 batch` for
-    "batches".
-    """
+    """A number and its nouns, given in the plural: `1 step`, `2,000 steps`, `1 batch`."""
     shown = f"{number:,.10g}" if isinstance(number, float) else f"{number:,}"
     if number != 1:
         return f"{shown} {nouns}"
@@ -271,7 +267,7 @@ def human_count(n: float) -> str:
 
 
 def human_bytes(n: float) -> str:
-    """`512 B`, `1.5 GiB`: powers of 1024, one decimal from a KiB on."""
+    """`512 B`, `1.5 GiB`: powers of 1024."""
     return _scaled(n, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
 
 
@@ -285,7 +281,7 @@ def _scaled(n: float, base: int, units: Sequence[str]) -> str:
 
 
 def human_time(seconds: float) -> str:
-    """`3.2s` below a minute, then `0:04:05`, `1:23:45`, `127:00:00`: hours, minutes, seconds."""
+    """`3.2s` below a minute, then hours, minutes, seconds: `0:04:05`, `127:00:00`."""
     if seconds < 59.95:
         return f"{seconds:.1f}s"
     whole = round(seconds)
@@ -293,10 +289,10 @@ def human_time(seconds: float) -> str:
 
 
 def progress_text(done: float, total: float, seconds: float) -> str:
-    """`about 25 %, 0:01:30 left`: of work of which `done` took `seconds`; "" where that tells
+    """`about 25 %, 0:01:30 left`, of work of which `done` took `seconds`; "" where that tells
     nothing.
 
-    total: its size, perhaps a guess. Work that is longer than the guess has no end that is known.
+    total: perhaps a guess; work beyond it has no known end.
     """
     if not 0 < done < total or seconds <= 0:
         return ""
@@ -311,12 +307,12 @@ def cores() -> int:
 
 
 def timestamp() -> str:
-    """Return the time now, in UTC, as ISO 8601 with milliseconds."""
+    """Return the time in UTC, as ISO 8601 with milliseconds."""
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
 class LinkError(OSError):
-    """A link at the place of a file of ours, in a folder that may come from somebody else."""
+    """A link in place of our file, in a folder that may be somebody else's."""
 
     # As `exit_codes.CONFIG`.
     exit_code = 2
@@ -337,7 +333,7 @@ def not_a_link(path: str, flags: int) -> int:
 
 
 def new_file(path: Path) -> BinaryIO:
-    """Open a file for writing in the place of what has its name; of a link the link alone goes."""
+    """Open a file for writing in place of its namesake; of a link only the link goes."""
     path.unlink(missing_ok=True)
     return open(path, "xb", buffering=1 << 20)
 
@@ -345,8 +341,7 @@ def new_file(path: Path) -> BinaryIO:
 def atomic_write(path: Path, data: bytes | str) -> None:
     """Write a whole file or nothing.
 
-    A reader sees the old content or the new, also after a crash of the machine. A link at its place
-    is replaced.
+    A reader sees the old content or the new, also after a crash. A link is replaced.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -360,23 +355,21 @@ def atomic_write(path: Path, data: bytes | str) -> None:
 
 
 def sync(stream: IO[bytes]) -> None:
-    """Bring what was written to a file to the disk. Raises OSError."""
+    """Bring a file to the disk. Raises OSError."""
     stream.flush()
     os.fsync(stream.fileno())
 
 
 def note_progress(*phases: str) -> None:
-    """Tell the hang watchdog that long work in these phases goes on, as a batch of a validation.
-
-    Any thread may call it.
-    """
+    """Tell the hang watchdog, from any thread, that long work in these phases goes on."""
     progress_at.update(dict.fromkeys(phases, time.monotonic()))
 
 
 def append_line(path: Path, entry: Mapping[str, Any]) -> None:
-    """Append one JSON object as a line, durably, without secrets of URLs. Raises OSError.
+    """Append one JSON object as a line, durably, without URLs' secrets. Raises OSError, LinkError
+    for a link.
 
-    A line that a crash cut short stays a line by itself. Raises LinkError for a link.
+    A line that a crash cut short stays by itself.
     """
     file = not_a_link(str(path), os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
@@ -391,10 +384,7 @@ def append_line(path: Path, entry: Mapping[str, Any]) -> None:
 
 
 def parse_json(data: bytes | str) -> Any:
-    """Return the value of a JSON text.
-
-    Raises ValueError, also for one that is nested too deeply or not UTF-8.
-    """
+    """Return a JSON text's value. Raises ValueError, also for deep nesting or bad UTF-8."""
     try:
         value = json.loads(data)
     except RecursionError:
@@ -404,9 +394,7 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def refuse_depth(value: Any) -> None:
-    """Raise ValueError for tables and lists within each other that functions which call themselves
-    cannot follow.
-    """
+    """Raise ValueError for nesting that recursive functions cannot follow."""
     level = [value]
     for _ in range(_DEPTH):
         inner: list[Any] = []
@@ -433,9 +421,7 @@ class JsonLine(NamedTuple):
 
 
 def json_lines(path: Path) -> Iterator[JsonLine]:
-    """Yield the lines of a file that has a JSON object in each, damaged ones too. Raises
-    OSError, LinkError for a link.
-    """
+    """Yield a file's lines of JSON, damaged ones too. Raises OSError, LinkError for a link."""
     with open(path, "rb", opener=not_a_link) as file:
         for number, raw in enumerate(file, 1):
             try:
@@ -454,12 +440,10 @@ def json_lines(path: Path) -> Iterator[JsonLine]:
 
 
 def read_lines(path: Path, problems: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return the JSON objects in a file's lines.
+    """Return the JSON objects in a file's lines, without damaged ones; none without a file.
 
-    Damaged lines are passed over; without a file there are none.
-
-    problems: gets a text for each damaged line, and one for a file that cannot be read; None: they
-    are logged. A last line without its end is no problem: a killed process leaves one.
+    problems: gets a text per damaged line or unreadable file; None: they are logged. A last line
+    without its end is no problem: a killed process leaves one.
     """
     found: list[dict[str, Any]] = []
     said: list[str] = []
@@ -478,7 +462,7 @@ def read_lines(path: Path, problems: list[str] | None = None) -> list[dict[str, 
 
 
 def tell(said: Sequence[str], problems: list[str] | None) -> None:
-    """Add texts to a list of problems, or log them as warnings where there is none."""
+    """Add texts to a list of problems, or log them as warnings without one."""
     if problems is not None:
         problems.extend(said)
         return
@@ -499,20 +483,20 @@ EXTRAS = {
 
 
 def pip_install(package: str) -> str:
-    """Return the command that installs a package, by its extra where it has one."""
+    """Return the command that installs a package, by its extra if any."""
     extra = EXTRAS.get(package)
     return f"pip install 'titanlite[{extra}]'" if extra else f"pip install {package}"
 
 
 class MissingPackageError(Exception):
-    """A package that titanlite needs is not installed."""
+    """A required package is not installed."""
 
     # As `exit_codes.CONFIG`, which this module does not import.
     exit_code = 2
 
 
 def missing_package(package: str) -> str:
-    """Return the sentence about a package that a command needs and that is not installed."""
+    """Return the sentence about a missing package."""
     return (
         f"{package} is not installed for {sys.executable}, and this command needs it: "
         f"`{sys.executable} -m pip install {package}`. docs/dependencies.md has the tested versions"
@@ -520,9 +504,7 @@ def missing_package(package: str) -> str:
 
 
 def require(package: str) -> None:
-    """Raise MissingPackageError with what to do unless a package is installed; it is not
-    imported.
-    """
+    """Raise MissingPackageError unless a package is installed; it is not imported."""
     if importlib.util.find_spec(package) is None:
         raise MissingPackageError(missing_package(package))
 
@@ -543,11 +525,9 @@ class Table:
 
 
 def render(table: Table, terminal: bool | None = None) -> str:
-    """The table as text without a final line end, in a terminal with a bold head.
+    """The table as text, control characters escaped, with a bold head in a terminal.
 
-    Control characters are escaped. terminal: None: whether standard output is one.
-
-    NO_COLOR and TERM=dumb turn the bold head off, too.
+    terminal: None: whether standard output is one; NO_COLOR and TERM=dumb turn the bold head off.
     """
     if terminal is None:
         terminal = sys.stdout.isatty()
@@ -569,7 +549,7 @@ def render(table: Table, terminal: bool | None = None) -> str:
 
 
 def templates(folder: Path, **options: Any) -> Any:
-    """Return jinja's environment of a folder. options: further ones of it."""
+    """Return jinja's environment of a folder."""
     import jinja2
 
     return jinja2.Environment(

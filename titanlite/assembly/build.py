@@ -190,7 +190,6 @@ def build(
 
 
 def _resizer(run: RunConfig, model: ModelParts, size: StepSize) -> Callable[[StepSize], object]:
-    """Return what follows the sizes of steps. size: of the first one."""
     if not run.data.phase:
         return do_nothing
     from titanlite.assembly.phase_resize import Resizer

@@ -34,7 +34,7 @@ def build_callbacks(
 ) -> tuple[list[Callback], Callable[[], dict[str, str]]]:
     """Return every callback of a run, in order, and a function that names the run at its services.
 
-    watchdog: entered by the caller. own: those of the user.
+    The caller enters `watchdog`.
     """
     run = parts.run
     gc = GarbageCollection(run.training.gc_freq)
@@ -52,7 +52,6 @@ def build_callbacks(
 
 
 def _first(parts: TrainingComponents, watchdog: HangWatchdog | None) -> Iterator[Callback]:
-    """Yield what other ranks wait for, and what may refuse the text."""
     run = parts.run
     watch = watchdog or HangWatchdog(run.stall, run.comm, end=None)
     yield Watchdog(watch, entered=watchdog is not None)
@@ -66,7 +65,6 @@ def _first(parts: TrainingComponents, watchdog: HangWatchdog | None) -> Iterator
 
 
 def _of_attempt(parts: TrainingComponents, watchdog: HangWatchdog | None) -> Iterator[Callback]:
-    """Yield what records and reports the start of the run."""
     run = parts.run
     folder = Path(run.job.dump_folder)
     device = device_name(parts.world.device)
@@ -78,7 +76,6 @@ def _of_attempt(parts: TrainingComponents, watchdog: HangWatchdog | None) -> Ite
 
 
 def _optional(parts: TrainingComponents, metrics: MetricsLogger) -> Iterator[Callback]:
-    """Yield what the run switches on, and what its ranks or saves need."""
     run = parts.run
     if parts.world.size > 1:
         from titanlite.metrics.replicas import EqualReplicas
@@ -102,7 +99,6 @@ def _optional(parts: TrainingComponents, metrics: MetricsLogger) -> Iterator[Cal
 
 
 def _figures(parts: TrainingComponents) -> list[Any]:
-    """Return the callbacks whose figures are sums over all ranks: of sources, of experts."""
     run = parts.run
     found: list[Any] = []
     if run.data.source:
@@ -132,7 +128,6 @@ def _metrics(
 
 
 def _peak_flops(parts: TrainingComponents) -> float | None:
-    """Return the FLOPS that the device can do: those given, or of a known one; else None."""
     tflops = parts.run.metrics.peak_tflops
     if tflops:
         return tflops * 1e12

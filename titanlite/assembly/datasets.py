@@ -84,9 +84,9 @@ def text_reader(run: RunConfig, tokenizer: Tokenizer, share: Share = alone) -> T
 
 
 def phases_of(run: RunConfig) -> Phases | None:
-    """Return the run's `[[data.phase]]` tables, with the numbers that tell where they begin.
+    """Return the `[[data.phase]]` tables with the numbers that tell where they begin.
 
-    None: a run without phases and sources, whose schedule counts steps.
+    A run without phases and sources, whose schedule counts steps, has none.
     """
     if not run.data.phase and not run.data.source and not run.schedule.in_tokens:
         return None

@@ -13,10 +13,9 @@ _RECORDS = 8
 
 
 def first_look(run: RunConfig, seconds: float = 2.0) -> str:
-    """Open the tokenizer and the first records of each text that is here, without a network.
+    """Open the tokenizer and the first records of each local text, without a network.
 
-    Return what to say where that takes more than so many seconds. Raises DataError and ShapeError
-    as the run would.
+    Returns what to say after so many seconds. Raises DataError and ShapeError as the run would.
     """
     failures: list[Exception] = []
 

@@ -31,10 +31,7 @@ PRINT_SECONDS = 3.0
 
 
 def explain(error: Exception, run: RunConfig, asked: LoadedConfig, verdict: str) -> str:
-    """Return the message of an expected error, with advice.
-
-    asked: has the places of the keys. verdict: of the hang watchdog.
-    """
+    """Return the message of an expected error, with advice and the hang watchdog's verdict."""
     from titanlite.optim.bad_step_errors import BadStepError
     from titanlite.parallel.compile import CompileError
 
@@ -68,10 +65,7 @@ def explain(error: Exception, run: RunConfig, asked: LoadedConfig, verdict: str)
 def explain_memory(
     error: Exception, run: RunConfig, rank: int, phase: str, store: Store | None
 ) -> str:
-    """Return the report of a rank out of memory; one rank of each machine makes it.
-
-    phase: what ran out, as the watchdog tells it.
-    """
+    """Return the report of a rank out of memory; one rank of each machine makes it."""
     if not exit_codes.report_code(exit_codes.OUT_OF_MEMORY) or not first_here(store):
         return f"out of memory ({phase}): see the report of another rank here"
     # There may be no memory even for an import.
@@ -86,16 +80,14 @@ def explain_memory(
 
 
 def first_here(store: Store | None) -> bool:
-    """Return whether no other rank of this machine asked before: True for all of them without the
-    store.
-    """
+    """Return whether no other rank of this machine asked before; without the store always True."""
     with contextlib.suppress(Exception):
         return store is None or store.add(f"out of memory on {socket.gethostname()}", 1) == 1
     return True
 
 
 def print_error(message: str, code: int) -> int:
-    """Print why the run ends, once per node: its ranks all have the same to say. Return `code`.
+    """Print why the run ends, once per node, and return `code`.
 
     The first worker to leave makes torchrun end the others. So ranks that do not print wait for the
     one that does.
@@ -114,7 +106,7 @@ def print_error(message: str, code: int) -> int:
 
 
 def print_unforeseen(error: Exception) -> str:
-    """Print an error that nothing expects, with its traceback; return its last line."""
+    """Print an unforeseen error with its traceback; return its last line."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     get_error_handler().record_exception(error)  # for torchrun's summary
@@ -129,10 +121,10 @@ def print_unforeseen(error: Exception) -> str:
 
 
 def tell_sagemaker(message: str, code: int) -> None:
-    """Write why the run ends where SageMaker reads a job's failure reason, if this is such a job.
+    """Write why the run ends where SageMaker reads a job's failure reason, up to 1,024 characters.
 
-    The first cause in the last attempt of torchrun stays; that another rank was lost is no cause. A
-    toolkit in the container sets the variable. The text is cut to 1,024 characters there.
+    The first cause in torchrun's last attempt stays; a lost rank is no cause. A toolkit in the
+    container sets the variable.
     """
     folder = os.environ.get("SM_OUTPUT_DIR")
     if folder:
@@ -146,7 +138,7 @@ def tell_sagemaker(message: str, code: int) -> None:
 
 
 def exit_now(code: int, last_error: str = "") -> NoReturn:
-    """End this process here and now. last_error: the last line of an unforeseen error."""
+    """End this process here and now."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # its reader may be gone
             stream.flush()

@@ -18,10 +18,7 @@ _NEVER = ("aux_loss", "z_loss")
 
 
 def fingerprints(model: str, args: Any, datasets: Datasets) -> dict[str, str]:
-    """Return what two runs must share for one to resume the other's checkpoints.
-
-    model: `model.name`.
-    """
+    """Return what two runs must share for one to resume the other's checkpoints."""
     order = {name: value for name, value in datasets.train.settings.items() if name != "epochs"}
     return {
         **weights_fingerprints(model, args, datasets.tokenizer),

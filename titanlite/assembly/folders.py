@@ -35,11 +35,9 @@ def lock_folders(
 ) -> Iterator[None]:
     """Lock the run's folder and the real path of its checkpoint folder against other runs.
 
-    ending: whether this run was asked to stop. others: folders that the run writes to besides.
-
-    Raises LockedError. Raises ConfigError where the run's folder cannot be written to, has a link
-    where the run writes. Raises CheckpointError where that
-    of the checkpoints, or a store, cannot be used.
+    `ending` tells whether this run was asked to stop; it also writes to `others`. Raises
+    LockedError, ConfigError for a link or a run's folder that is not writable, and CheckpointError
+    for checkpoints or a store.
     """
     with contextlib.ExitStack() as stack:
         _refuse_links(run_folder, section.folder, others)
@@ -53,9 +51,7 @@ def lock_folders(
 
 
 def _refuse_links(run_folder: Path, checkpoints: str, others: Sequence[str]) -> None:
-    """Raise ConfigError for a link where the run writes below its folder: that may come from
-    somebody else.
-    """
+    """Raise ConfigError for a link below the run's folder: it may come from somebody else."""
     from titanlite.runs import HUB
     from titanlite.runs.logs import FOLDER as LOGS
 
@@ -74,7 +70,7 @@ def _refuse_links(run_folder: Path, checkpoints: str, others: Sequence[str]) -> 
 
 
 def _checkpoint_folder(run_folder: Path, section: Checkpoint) -> AnyPath | None:
-    """Return the folder of the checkpoints; None if it is the run's own.
+    """Return the folder of the checkpoints unless it is the run's own.
 
     It also asks the store of `checkpoint.initial_load_path`.
     """
@@ -94,7 +90,6 @@ def _checkpoint_folder(run_folder: Path, section: Checkpoint) -> AnyPath | None:
 def _lock(
     stack: contextlib.ExitStack, key: str, folder: AnyPath, ending: Callable[[], bool]
 ) -> None:
-    """Lock a folder, until the stack ends. key: that names it."""
     from titanlite.runs.lock import RunLock
 
     try:
@@ -112,7 +107,6 @@ def _lock(
 
 @contextlib.contextmanager
 def _store_errors(key: str) -> Iterator[None]:
-    """Turn errors of a store into CheckpointError. key: that names its folder."""
     from titanlite.checkpoint.store_paths import StoreError
 
     try:
@@ -128,10 +122,7 @@ def _not_writable(key: str, folder: AnyPath, error: OSError) -> ConfigError:
 
 
 def show_config(job: Job, toml: str) -> None:
-    """`job.print_config` and `job.save_config_file`: the whole config as one TOML file.
-
-    Raises ConfigError.
-    """
+    """Print and save the whole config as one TOML file, as `job` asks. Raises ConfigError."""
     from titanlite.runs.provenance import public_config
 
     if job.print_config:

@@ -47,7 +47,7 @@ class LoaderParts:
 def build_loaders(
     run: RunConfig, mesh: DeviceMesh, datasets: Datasets, average: WeightAverage | None
 ) -> LoaderParts:
-    """Build this rank's loaders. average: of the weights, for validation."""
+    """Build this rank's loaders; validation takes the weights' average."""
     share = data_parallel_rank(mesh), run.mesh.dp_degree
     batch = run.batch
     skip = ranges_of_steps(run.data.skip_steps, run.course)
@@ -100,6 +100,5 @@ def data_parallel_rank(mesh: DeviceMesh) -> int:
 
 
 def _divided(run: RunConfig, mesh: DeviceMesh, loader: Any) -> Any:
-    """Return a loader of this rank's part of each sequence, where ranks share sequences."""
     context = run.features.context
     return loader if context is None else context.loader(loader, mesh)

@@ -46,11 +46,9 @@ def build_model(
     tokenizer_size: int,
     make: Callable[[ModelBuilder], nn.Module] | None = None,
 ) -> ModelParts:
-    """Build the model as the run divides it.
+    """Build the model as the run divides it. All ranks call it together.
 
-    All ranks call it together. tokenizer_size: entries of its vocabulary.
-
-    make: returns the builder's model with memory; None: with the initial weights of the run's seed.
+    `make` returns the builder's model with memory; None takes initial weights of the run's seed.
     """
     degrees = run.mesh
     args = run.model_args(tokenizer_size)
@@ -86,7 +84,7 @@ def _builder(run: RunConfig, args: Any, mesh: DeviceMesh, device: torch.device) 
 
 
 def _loss(run: RunConfig, builder: ModelBuilder) -> LossFunction:
-    """Return the loss function, which keeps the loss of each row where a mixture needs it."""
+    """The loss keeps that of each row if a mixture needs it."""
     loss = builder.loss()
     if not run.data.source:
         return loss

@@ -12,7 +12,7 @@ from titanlite.config.errors import Problem, refuse
 
 
 def load_callbacks(paths: Sequence[str], where: str = "") -> list[Callback]:
-    """Make the callbacks that `job.callbacks` names. where: its place in the config, for messages.
+    """Make the callbacks that `job.callbacks` names.
 
     Raises ConfigError naming all that cannot be loaded.
     """

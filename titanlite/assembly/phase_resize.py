@@ -15,12 +15,12 @@ class Resizable(Protocol):
     """A runner or loss that is made for steps of one size."""
 
     def resize(self, accumulation: int, seq_len: int) -> None:
-        """Run steps of so many micro-batches from now on. seq_len: tokens of a row on this rank."""
+        """`seq_len` counts the tokens of a row on this rank."""
         ...
 
 
 class Resizer:
-    """Is called with the size of each step. size: that of the first one."""
+    """Is called with the size of each step, and made with that of the first."""
 
     def __init__(self, run: RunConfig, model: ModelParts, size: StepSize) -> None:
         self._run = run
@@ -49,7 +49,7 @@ class Resizer:
 def _allow_graphs(sizes: int) -> None:
     """Let torch compile a function once more for each size of a step, in training and validation.
 
-    Beyond its limit of eight it would end the run.
+    Beyond eight it would end the run.
     """
     import torch
 

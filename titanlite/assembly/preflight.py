@@ -18,9 +18,8 @@ from titanlite.run.config import RunConfig
 
 
 def check_machine(run: RunConfig) -> None:
-    """Check that this machine can compile and has what the features of a run need.
-
-    Needs no process group. Raises ConfigError.
+    """Check that this machine has what the run needs, before any process group. Raises
+    ConfigError.
     """
     refuse(machine_problems(run))
 
@@ -34,22 +33,20 @@ def check_model(run: RunConfig, tokenizer_size: int) -> None:
     """Check that ranks can divide this model and vocabulary, and that this machine has its
     products.
 
-    tokenizer_size: entries of the tokenizer. Needs no process group. Raises ConfigError.
+    Needs no process group. Raises ConfigError.
     """
     args = run.model_args(tokenizer_size)
     refuse([problem for check in _OF_MODEL for problem in check(run, args)])
 
 
 def feature_problems(run: RunConfig, args: Any | None) -> Iterator[Problem]:
-    """Find what this machine lacks for the features of a run. args: None: not known yet."""
+    """Find what this machine lacks for features of a run; `args` None are not known yet."""
     for feature in run.features.on:
         yield from feature.machine_problems(run, args)
 
 
 def compile_problems(run: RunConfig) -> Iterator[Problem]:
-    """Find what this machine lacks for `torch.compile`, if it is on; else set the folder of
-    compiled code.
-    """
+    """Find what this machine lacks for `torch.compile`; else set the folder of compiled code."""
     if not run.training.compile:
         return
     from titanlite.parallel.compile import CACHE_VARIABLE, check_backend, use_cache_folder
@@ -70,7 +67,7 @@ def compile_problems(run: RunConfig) -> Iterator[Problem]:
 
 
 def mask_problems(run: RunConfig, args: Any) -> Iterator[Problem]:
-    """Find whether attention of the model can stop at documents, if it shall."""
+    """Find whether the model's attention can stop at documents, if it shall."""
     if not run.data.mask_documents:
         return
     forward = run.spec.build_on_meta(args).forward
@@ -81,7 +78,7 @@ def mask_problems(run: RunConfig, args: Any) -> Iterator[Problem]:
 
 
 def optimizer_problems(run: RunConfig, args: Any) -> Iterator[Problem]:
-    """Find patterns of `[[optimizer.groups]]` that are found in no parameter's name."""
+    """Find patterns of `[[optimizer.groups]]` that match no parameter's name."""
     if not run.optimizer.groups:
         return
     names = [name for name, _ in run.spec.build_on_meta(args).named_parameters()]
@@ -94,7 +91,7 @@ def optimizer_problems(run: RunConfig, args: Any) -> Iterator[Problem]:
 
 
 def fsdp_problems(run: RunConfig, args: Any) -> Iterator[Problem]:
-    """Find what keeps the model from being sharded in the groups of `training.fsdp_units`."""
+    """Find what keeps `training.fsdp_units` from sharding the model in its groups."""
     policy = run.training.fsdp_units
     if policy in ("block", "root"):
         return

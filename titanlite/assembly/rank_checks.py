@@ -67,9 +67,7 @@ class RankCheckError(RuntimeError):
 
 @dataclass(frozen=True)
 class Rank:
-    """What is known of a rank, and what it has measured; times in seconds, each the shortest of
-    several.
-    """
+    """What is known of a rank, and its measured seconds, each the shortest of several."""
 
     number: int
     host: str
@@ -177,7 +175,6 @@ def _log(ranks: Sequence[Rank], warnings: Sequence[str], device_type: str, secon
 
 
 def _refuse(problems: Iterable[str]) -> None:
-    """Raise RankCheckError if there are problems."""
     text = "\n".join(problems)
     if text:
         raise RankCheckError(text)
@@ -187,7 +184,7 @@ def _refuse(problems: Iterable[str]) -> None:
 
 
 def _describe(world: DistEnv, texts: Mapping[str, str], first: str, mine: str) -> Rank:
-    """Return what is known of this rank. first, mine: configs of rank 0 and of this rank."""
+    """`first` and `mine` are configs of rank 0 and of this rank."""
     facts = {
         **provenance.versions(),
         "torch": torch.__version__,
@@ -232,7 +229,6 @@ def _code_hash() -> str:
 
 
 def _differences(ranks: Sequence[Rank]) -> Iterator[str]:
-    """Yield what must be equal on all ranks and is not."""
     for name in dict.fromkeys(name for rank in ranks for name in rank.facts):
         groups = _groups(ranks, [rank.facts.get(name, "none") for rank in ranks])
         if len(groups) > 1:
@@ -288,9 +284,7 @@ def _measured(rank: Rank, world: DistEnv, sees_folder: bool) -> Rank:
 
 
 def products(device: torch.device) -> tuple[float, tuple[int, ...]]:
-    """Return the seconds of the fastest product of two fixed matrices, and the digests of the
-    products.
-    """
+    """Return the fastest seconds of a product of two fixed matrices, and the products' digests."""
     rows = _ROWS[device.type]
     dtype, bits, warm = torch.float32, torch.int32, 0.0
     if device.type == "cuda":
@@ -345,7 +339,6 @@ def _wrong_results(ranks: Sequence[Rank]) -> Iterator[str]:
 
 
 def _odd_ranks(ranks: Sequence[Rank], slow_factor: float) -> Iterator[str]:
-    """Yield warnings about differences that do not end the run."""
     for keys, group in _groups(ranks, [rank.local_keys for rank in ranks]).items():
         if keys:
             yield (
@@ -377,10 +370,7 @@ def _odd_ranks(ranks: Sequence[Rank], slow_factor: float) -> Iterator[str]:
 
 
 def _write_probe(folder: Path) -> Path | None:
-    """Write a file with a new name.
-
-    None: rank 0 itself cannot write, which its other files will tell.
-    """
+    """None if rank 0 itself cannot write, which its other files will tell."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".ranks-{uuid.uuid4().hex}"
@@ -405,7 +395,6 @@ def _sees(probe: Path) -> bool:
 
 
 def _groups(ranks: Sequence[Rank], values: Sequence[str]) -> dict[str, list[Rank]]:
-    """Return value → the ranks that have it."""
     found: dict[str, list[Rank]] = defaultdict(list)
     for rank, value in zip(ranks, values, strict=True):
         found[value].append(rank)
@@ -417,7 +406,6 @@ def _shares(groups: Mapping[str, Sequence[Rank]]) -> str:
 
 
 def _named(ranks: Sequence[Rank]) -> str:
-    """Return `ranks 0-3, 6 (host-1, host-2)`."""
     runs = groupby(enumerate(ranks), lambda pair: pair[1].number - pair[0])
     numbers = []
     for _, run in runs:

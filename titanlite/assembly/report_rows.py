@@ -38,9 +38,9 @@ _SHOWN = ("global batch = ", "accumulation = ", "tokens per step = ", "data_para
 
 
 def report_lines(parts: TrainingComponents, steps: int, peak: float | None) -> list[str]:
-    """Return the lines of the start report, `name  text`, then `note:` and `warning:` lines.
+    """Return the lines of the start report, then those of `note:` and `warning:`.
 
-    peak: FLOPS of one device; None: not known.
+    `peak` is the FLOPS of one device, if known.
     """
     run = with_steps(parts.run, steps)
     rows = [*_rows(parts, run, peak)]
@@ -94,9 +94,7 @@ def _rows(parts: TrainingComponents, run: RunConfig, peak: float | None) -> Iter
 
 
 def parameters_text(model: nn.Module) -> str:
-    """Return the parameters of a model, and those of each top-level module; a tied weight counts
-    once.
-    """
+    """Return the parameters of a model and of its top-level modules; a tied weight counts once."""
     counts: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         top = name.partition(".")[0]
@@ -117,7 +115,7 @@ def _tokenizer(parts: TrainingComponents, run: RunConfig) -> str:
 
 
 def mesh_text(mesh: MeshSizes) -> str:
-    """Return the degrees: those of data parallelism, which divide a batch, and others above 1."""
+    """Return the degrees of data parallelism, and others above 1."""
     shown = []
     for name, degree in mesh.dimensions.items():
         if degree > 1 or name.startswith("dp_"):
@@ -127,11 +125,7 @@ def mesh_text(mesh: MeshSizes) -> str:
 
 
 def _memory(parts: TrainingComponents, run: RunConfig) -> Iterator[Row]:
-    """Yield rows of the planned peak.
-
-    On a CPU there are none: most of a process's memory is not tensors, and none has a limit of its
-    own.
-    """
+    """A CPU has no rows: most of a process's memory is not tensors, and none has a limit."""
     device = parts.model_parts.builder.device
     if device.type == "cpu":
         return
@@ -162,7 +156,7 @@ def batch_text(batch: BatchSizes, mesh: MeshSizes) -> str:
 
 
 def length_text(run: RunConfig, epoch: int | None) -> str:
-    """Return the length of a run. epoch: tokens of the text; None: not known."""
+    """Return the length of a run; `epoch` counts the text's tokens, if known."""
     text = f"{counted(run.steps or 0, 'steps')}, {run.tokens:,} tokens"
     if epoch and run.tokens:
         passes = f"{run.tokens / epoch:.3g}"
@@ -171,7 +165,7 @@ def length_text(run: RunConfig, epoch: int | None) -> str:
 
 
 def schedule_text(schedule: Schedule, floor: float) -> str:
-    """Return the parts of a schedule. floor: lowest learning rate of the decay."""
+    """Return the parts of a schedule; `floor` is the lowest learning rate of the decay."""
     unit = schedule.unit
     parts = [f"warm-up {counted(schedule.warmup_steps, unit)}"]
     if schedule.plateau_steps:
@@ -187,7 +181,6 @@ def schedule_text(schedule: Schedule, floor: float) -> str:
 
 
 def _warnings(parts: TrainingComponents, run: RunConfig) -> list[str]:
-    """Return the warnings of machine, config and texts."""
     name = public_name(run.training.dataset_path or run.training.dataset)
     datasets = parts.datasets
     found = [*filter(None, [accelerator_warning()]), *run.warnings]

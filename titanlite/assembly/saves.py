@@ -39,10 +39,9 @@ def build_saves(
     validation: ValidationSet | None,
     average: WeightAverage | None,
 ) -> SaveParts:
-    """Build what saves a run. All ranks call it together.
+    """Build what saves a run and the weights' average. All ranks call it together.
 
-    args: the model's. average: of the weights, to be saved
-    with them. Raises ConfigError where the model has no form for Hugging Face.
+    Raises ConfigError if the model has no form for Hugging Face.
     """
     from titanlite.data.tokenizer.files import hf_files
     from titanlite.data.tokenizer.load_local import tokenizer_path

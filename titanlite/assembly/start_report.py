@@ -31,10 +31,7 @@ _WORDS = {
 
 
 class StartReport(Callback):
-    """Logs the report when a run starts.
-
-    peak: FLOPS of one device; None: not known. attempts: has its own lines.
-    """
+    """Logs the report when a run starts; `peak` is the FLOPS of one device, if known."""
 
     def __init__(
         self, parts: TrainingComponents, peak: float | None, attempts: AttemptRecord
@@ -64,7 +61,6 @@ class StartReport(Callback):
             )
 
     def _notices(self, trainer: Trainer) -> Iterator[str]:
-        """Yield what the checkpoint, its saves and the attempt before have to tell."""
         loaded = trainer.loaded
         section = self._checkpoint
         if loaded is not None:
@@ -106,7 +102,7 @@ class StartReport(Callback):
 
 
 def began(section: Checkpoint, loaded: LoadedState | None, source_key: str = SOURCE) -> str:
-    """Return from where a run starts, and why. source_key: names what a new run starts from."""
+    """Return from where a run starts, and why; `source_key` names a new run's source."""
     if not section.enable_checkpoint:
         return "a fresh run, checkpoints are off"
     asked = f"checkpoint.start = {section.start}"
@@ -131,9 +127,7 @@ _PLAIN = {"phases": [], "peaks": [], "in_tokens": False}
 
 
 def schedule_change(loaded: LoadedState, rate: LearningRate, steps: int) -> str | None:
-    """Return how learning rates differ from those of the run that wrote the checkpoint; None if
-    they do not.
-    """
+    """Return how learning rates differ from those of the checkpoint's run, if they do."""
     saved = loaded.train.get("schedule")
     if loaded.origin != "resume" or "lr_scheduler" in loaded.left_out or type(saved) is not dict:
         return None

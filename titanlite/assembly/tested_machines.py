@@ -22,10 +22,7 @@ def system_problem() -> str:
 
 
 def accelerator_warning() -> str:
-    """Return what is untested or not used of this machine; "" with NVIDIA GPUs, or CPUs alone.
-
-    It imports torch.
-    """
+    """Return what is untested or unused of this machine, or "" for NVIDIA GPUs or CPUs alone."""
     import torch
 
     if torch.version.hip is not None:

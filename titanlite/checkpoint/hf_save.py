@@ -196,9 +196,7 @@ def _ids(beside: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def _dtype_entries(files: Sequence[File], entries: Entries) -> dict[str, str]:
-    """Return config.json's entries for the type of the weights, if all but biases of experts have
-    one type.
-    """
+    """Biases of experts do not count for the type of the weights."""
     names = [name for file in files for name in file.names if not name.endswith(EXPERT_BIAS)]
     types = {entries[name][0] for name in names}
     if len(types) != 1:

@@ -244,7 +244,6 @@ class Deleter:
             self._threads.append(thread)
 
     def wait(self, seconds: float) -> bool:
-        """Wait until all is deleted, at most so long; return whether it is."""
         deadline = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))

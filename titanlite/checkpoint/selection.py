@@ -83,7 +83,6 @@ def select(
 def _ignored(
     saved: Described, wanted: Described, exclude: Sequence[str], allow_missing: Sequence[str]
 ) -> set[str]:
-    """Return the tensors that are neither compared nor loaded."""
     prefixes = tuple(f"{group}." for group in exclude if group in GROUPS)
     patterns = [entry for entry in exclude if entry not in GROUPS]
     ignored = set()

@@ -61,13 +61,11 @@ class Entry:
 
     @property
     def step(self) -> int:
-        """Return the step in its name; -1 for a name without one."""
         match = re.search(r"step-(\d+)", self.folder.name)
         return int(match.group(1)) if match else -1
 
     @property
     def is_full(self) -> bool:
-        """Whether it is valid, and a run can resume from it."""
         return self.manifest is not None and not self.manifest.weights_only
 
     @property
@@ -119,10 +117,7 @@ def list_checkpoints(root: AnyPath) -> list[Entry]:
 
 
 def checkpoint_of(path: AnyPath | str) -> AnyPath:
-    """Return the checkpoint that is meant: `path`, or the newest valid one of its folder.
-
-    Raises CheckpointError.
-    """
+    """Return `path`, or the newest valid checkpoint in it. Raises CheckpointError."""
     path = to_path(path)
     if step_of(path) is not None or (path / FILE).is_file():
         if not path.is_dir():
@@ -133,10 +128,7 @@ def checkpoint_of(path: AnyPath | str) -> AnyPath:
 
 
 def check_weights(path: AnyPath) -> None:
-    """Look whether a path can hold weights, without torch. Raises CheckpointError.
-
-    Weights of other programs are only looked for; their contents are read later.
-    """
+    """Raise CheckpointError for a path without weights; no torch, and contents are not read."""
     if path.is_dir() and (holds_weights(path) or holds_adapters(path)):
         return
     if path.is_dir() and step_of(path) is None:
@@ -147,8 +139,8 @@ def check_weights(path: AnyPath) -> None:
 def verify(
     folder: AnyPath, show: Progress = lambda done, total: None
 ) -> tuple[Manifest | None, list[str]]:
-    """Read every file of a checkpoint and compare it with the manifest; return that, if it is
-    right, and problems.
+    """Compare each file of a checkpoint with the manifest; return that, if it is right, and
+    problems.
     """
     try:
         manifest = read_manifest(folder)
@@ -177,12 +169,12 @@ def remove(paths: Sequence[AnyPath], force: bool = False) -> list[Entry]:
 
 
 def _absolute(path: AnyPath) -> AnyPath:
-    """Return an absolute path; of a checkpoint that is a link the link itself, not its target."""
+    """Of a checkpoint that is a link, keep the link itself."""
     return path.parent.resolve() / path.name if isinstance(path, Path) else path
 
 
 def _refuse_to_delete(found: Sequence[Entry]) -> None:
-    """Raise CheckpointError for what `remove` deletes by force only."""
+    """Raises CheckpointError."""
     for entry in found:
         if entry.pinned or entry.state in (NEWER, PARTIAL_SAVE):
             reason = entry.reason or f"{entry.folder} is {entry.description}"

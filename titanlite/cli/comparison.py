@@ -28,7 +28,7 @@ _IRRELEVANT = re.compile(
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the comparison: a value per run, and the relation of the others to the first."""
+    """A line of the comparison: a value per run, and how the others relate to the first."""
 
     name: str
     values: Sequence[float | None]
@@ -109,8 +109,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
 
 
 def steady(run: Run) -> list[Row]:
-    """Return the training rows without the first two of each attempt, which pay for compilation and
-    allocation.
+    """Return the training rows without the first two of each attempt, which pay for compilation.
 
     Of an attempt with two rows, the second is kept.
     """
@@ -121,7 +120,7 @@ def steady(run: Run) -> list[Row]:
 
 
 def _at_equal_steps(name: str, rows: Sequence[Sequence[Row]], count: int) -> list[Figure]:
-    """Return a loss at so many steps of all runs at most, at equal distances up to the last."""
+    """Return a loss at `count` steps of all runs at most."""
     losses = [{int(row["step"]): row[name] for row in part} for part in rows]
     steps = sorted(set.intersection(*map(set, losses)))
     shown = min(count, len(steps))
@@ -135,7 +134,7 @@ def _at_equal_steps(name: str, rows: Sequence[Sequence[Row]], count: int) -> lis
 
 
 def tables(comparison: Comparison) -> list[Table]:
-    """Return the table of runs, that of figures, and that of differences if there are any."""
+    """Return the tables of runs, of figures, and of differences if there are any."""
     labels = comparison.labels
     runs = table(comparison.runs)
     named = [(label, *row) for label, row in zip(labels, runs.rows, strict=True)]
@@ -148,9 +147,7 @@ def tables(comparison: Comparison) -> list[Table]:
 
 
 def _differences(runs: Sequence[Run]) -> dict[str, tuple[Any, ...]]:
-    """Return config keys first, in the order of the file, then circumstances that may explain a
-    difference.
-    """
+    """Config keys come first, then circumstances that may explain a difference."""
     have_configs = all(run.config is not None for run in runs)
     have_attempts = all(run.attempts for run in runs)
     sides = []

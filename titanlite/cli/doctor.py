@@ -162,7 +162,6 @@ def _built_for() -> str:
 
 
 def _nccl() -> _Found:
-    """Sum a vector over all GPUs of this machine."""
     import torch
 
     if not torch.cuda.is_available():

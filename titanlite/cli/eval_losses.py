@@ -85,12 +85,9 @@ def config_of(
     world_size: int,
     trust_code: bool = False,
 ) -> RunConfig:
-    """Return the config to evaluate a checkpoint by: that of a file, or its own.
+    """Return the config to evaluate a checkpoint by: that of a file, or its own, with flags.
 
-    flags: laid over it.
-
-    trust_code: let the checkpoint's own config name code and variables; see
-    `titanlite.config.trust`.
+    trust_code: let the checkpoint's config name code and variables (`titanlite.config.trust`).
 
     Raises ConfigError, and CheckpointError for a checkpoint without a config.
     """
@@ -191,10 +188,7 @@ def read_texts(
 def evaluate(
     run: RunConfig, world: DistEnv, tokenizer: Tokenizer, texts: Mapping[str, Rows]
 ) -> ValidationResult:
-    """Load the weights of `checkpoint.initial_load_path` and measure them.
-
-    All ranks call it together.
-    """
+    """Measure the weights of `checkpoint.initial_load_path`. All ranks call it together."""
     from titanlite.assembly.loaders import build_validation
     from titanlite.assembly.model import build_model
     from titanlite.checkpoint.load import Loader

@@ -12,8 +12,7 @@ from titanlite.config.written_values import CONFIG_FILE, begins_option, flag_nam
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Divide a command line into argparse's part and the `--section.key value` flags with their
-    words.
+    """Divide a command line into argparse's part and the `--section.key value` flags.
 
     argparse would take a flag's value for the name of the config file.
     """
@@ -37,9 +36,7 @@ def _plain_words(words: Sequence[str]) -> list[str]:
 
 
 def names_key(option: str) -> bool:
-    """Return whether an option is a `--section.key` flag, right or wrong, and none of the command's
-    own.
-    """
+    """Return whether it is a `--section.key` flag, right or wrong, and no option of the command."""
     name = option.removeprefix("--").partition("=")[0]
     return "." in name or name in CONFIG_FILE
 

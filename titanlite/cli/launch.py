@@ -68,9 +68,9 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def launch(name: str, argv: list[str], how: How) -> str:
-    """Make the job of a system; return the job, or what to do next.
+    """Make the job of a system; return the job, or what to do next. Raises ConfigError.
 
-    argv: flags of `train.py`. Raises ConfigError.
+    argv: flags of `train.py`.
     """
     job = prepare(argv)
     _refuse_spares(name, job)
@@ -98,9 +98,9 @@ def _refuse_spares(name: str, job: Job) -> None:
 
 
 def prepare(argv: list[str]) -> Job:
-    """Check a config for the ranks of its section [launch].
+    """Check a config for the ranks of its section [launch]. Raises ConfigError.
 
-    argv: flags of `train.py`. Raises ConfigError.
+    argv: flags of `train.py`.
     """
     loaded, first = check_config(argv, training=False, defer=True)
     problems = broken(loaded, [closed_urls])
@@ -134,7 +134,6 @@ def prepare(argv: list[str]) -> Job:
 
 
 def _instance(launch: Launch, place: str) -> Instance | None:
-    """Return the instance type of section `[launch]`; None: the section names none."""
     if not launch.instance_type:
         return None
     name = launch.instance_type.removeprefix("ml.")  # as SageMaker and HyperPod write it
@@ -147,9 +146,7 @@ def _instance(launch: Launch, place: str) -> Instance | None:
 
 
 def write(job: Job, files: Mapping[str, str]) -> None:
-    """Write the job's files and the resolved config.
-
-    Only their owner can read them: environment may hold secrets.
+    """Write the job's files and the resolved config for their owner alone: they may hold secrets.
 
     The folder is closed to others, too: schedulers write logs there with the mode that they like.
     """

@@ -82,12 +82,9 @@ def add_arguments(parser: Parser) -> None:
 
 
 def load_model(arguments: argparse.Namespace) -> LoadedModel:
-    """Load the model that the options of `add_arguments` name.
+    """Load the model that the options of `add_arguments` name; compare a checkpoint's hashes first.
 
-    A checkpoint is compared with its hashes first.
-
-    Raises CheckpointError, DataError (tokenizer) and ConfigError (device, or code that is not
-    trusted).
+    Raises CheckpointError, DataError (tokenizer) and ConfigError (device, untrusted code).
     """
     import torch
 
@@ -151,10 +148,9 @@ def choose_device(given: str | None) -> torch.device:
 
 
 def _tokenizer(source: Source, path: str | None) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return the tokenizer of a `Source`, and the section `data` of its run.
+    """Return also the section `data` of the weights' run.
 
-    path: of another one. Raises DataError, and CheckpointError for a tokenizer that the weights
-    were not trained with.
+    Raises DataError, and CheckpointError for a tokenizer that the weights were not trained with.
     """
     given = path
     data = {"template_date": str(date.today())}
@@ -177,7 +173,7 @@ def _tokenizer(source: Source, path: str | None) -> tuple[Tokenizer, dict[str, A
 
 
 def _stop_ids(tokenizer: Tokenizer, folder: Path | None) -> set[int]:
-    """Return the ids that end a text. folder: of Hugging Face's layout, which may name more."""
+    """folder: of Hugging Face's layout, which may name more."""
     found = set(tokenizer.stop_ids)
     if folder is not None and (file := folder / "generation_config.json").is_file():
         more = parse_json(file.read_bytes()).get("eos_token_id")

@@ -62,9 +62,7 @@ def new_command(
 
 
 def add_group(commands: Commands, name: str, help: str) -> Commands:
-    """Add a command that has commands below it; return what takes those. Alone it prints its
-    help.
-    """
+    """Add a command with commands below it; return what takes those. Alone it prints its help."""
     group = commands.add_parser(name, help=help, allow_abbrev=False)
     group.set_defaults(run=lambda _: group.format_help().rstrip())
     return group.add_subparsers(title="commands", metavar="COMMAND")
@@ -73,7 +71,7 @@ def add_group(commands: Commands, name: str, help: str) -> Commands:
 def add_to_group(
     actions: Commands, run: Callable[..., Any], help: str, more: str = "", epilog: str = ""
 ) -> Parser:
-    """Add the command of a function, under its name, to those that `add_group` returned.
+    """Add a function's command, under its name, to those that `add_group` returned.
 
     Its description is the help and what `more` says.
     """
@@ -144,8 +142,8 @@ GONE = {
 class Parser(argparse.ArgumentParser):
     """The parser of `titanlite`, of a group of its commands, or of one command.
 
-    Options may stand before, between and behind the other words. An error shows the usage of the
-    command itself.
+    Options may stand before, between and behind the other words. An error shows the command's
+    usage.
     """
 
     _inside = False
@@ -165,9 +163,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(name, help=help, **more)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return the arguments and no words: words that belong to nothing end the process
-        with 2.
-        """
+        """Return the arguments; words that belong to nothing end the process with 2."""
         if self._inside:  # argparse calls this from below
             return super().parse_known_args(args, namespace)
         self._inside = True
@@ -183,7 +179,6 @@ class Parser(argparse.ArgumentParser):
         return known, rest
 
     def commands(self) -> dict[str, Parser]:
-        """Return the commands below this one, by name."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 return dict(action.choices)
@@ -195,7 +190,7 @@ class Parser(argparse.ArgumentParser):
         return FLAGS in f"{self.description} {self.epilog}"
 
     def _gone(self, word: str) -> str:
-        """Return what does the work of a word of earlier versions now; "": it is none."""
+        """Return what replaces a word of earlier versions."""
         return GONE.get(f"{self.prog} {word}".removeprefix("titanlite "), "")
 
     def _refuse_gone(self, word: str) -> None:
@@ -203,7 +198,6 @@ class Parser(argparse.ArgumentParser):
             self.error(f"`{self.prog} {word}` is gone: {instead}")
 
     def unknown_command(self, word: str, known: Sequence[str]) -> NoReturn:
-        """End the process: there is no such command."""
         self._refuse_gone(word)
         if word.endswith(".toml"):
             hint = f"a config comes after a command, as in `{self.prog} train {word}`"

@@ -48,10 +48,7 @@ def peek(run: RunConfig, validation: bool, first: int, count: int, style: Style)
 
 
 def _figures(rows: Rows, name: str, per_step: int) -> Iterator[str]:
-    """Yield the files, those passed over, and the figures of each text.
-
-    name: of a single text. per_step: sequences of a step.
-    """
+    """name: of a single text. per_step: sequences of a step."""
     yield from file_lines(rows)
     for warning in file_warnings(rows, name):
         yield f"warning: {warning}"
@@ -84,13 +81,10 @@ def _size(rows: Rows) -> str:
 
 
 def shown_row(row: Row, documents: Sequence[Document], tokenizer: Tokenizer, style: Style) -> str:
-    """Return a row as text.
+    """Return a row as text, with names of special tokens and a line before each document.
 
-    Special tokens have names, each document has a line before it, and marks show where the loss
-    counts none.
-
-    A token counts if the one before it predicts it. The first one of a row belongs to the row
-    before.
+    Marks show where the loss counts none: a token counts if the one before it predicts it. The
+    first one of a row belongs to the row before.
     """
     tokens = row.tokens.tolist()
     masked = np.concatenate([[row.labels[0] == IGNORE], row.labels[:-1] == IGNORE]).tolist()

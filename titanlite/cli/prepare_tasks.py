@@ -42,7 +42,6 @@ class Options(NamedTuple):
     format: Format | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the options as the index of a folder has them."""
         columns = self.columns
         found: dict[str, Any] = {
             "tokenizer_path": self.tokenizer_path,
@@ -63,10 +62,7 @@ class Options(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A file, or a range of its bytes or rows.
-
-    `about`: tells whether the file is still the same one.
-    """
+    """A file, or a range of its bytes or rows. `about`: whether the file is still the same."""
 
     name: str
     about: tuple[Any, ...]
@@ -128,7 +124,7 @@ def divide(shards: TextFiles, options: Options, tokenizer: Tokenizer) -> list[Ta
 
 
 def _about(name: str) -> tuple[Any, ...]:
-    """Return path, size and version of a file. Raises DataError if it cannot be asked for."""
+    """Return path, size and version. Raises DataError if the file cannot be asked for."""
     try:
         if not is_url(name):
             stat = os.stat(name)
@@ -147,9 +143,7 @@ def _about(name: str) -> tuple[Any, ...]:
 
 
 def _pieces(name: str, shards: TextFiles, most: int) -> list[Piece]:
-    """Return a file, or ranges of about `most` bytes: lines of plain JSON, row groups of
-    parquet.
-    """
+    """Return ranges of about `most` bytes: lines of JSON, row groups of parquet."""
     about = _about(name)
     size: int = about[1]
     unit: Literal["file", "bytes", "rows"] = "file"
@@ -204,9 +198,8 @@ class _Section(io.RawIOBase):
 
 
 def records_of(shards: TextFiles, piece: Piece, start: int) -> Iterator[Record]:
-    """Iterate over the records of a piece after number `start`.
-
-    Those of a range of bytes count from its begin.
+    """Iterate over the records of a piece after number `start`, in a range of bytes from its
+    begin.
     """
     found = _all_records_of(shards, piece, start)
     if start == 0:

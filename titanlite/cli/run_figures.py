@@ -67,9 +67,6 @@ def number(value: float | None, form: str) -> str:
 
 
 def to_json(value: Any) -> str:
-    """Return JSON.
-
-    Numbers that are not finite become strings, as in metrics.jsonl, and dates of a config too.
-    """
+    """Return JSON, with numbers that are not finite and a config's dates as strings."""
     plain = json.loads(json.dumps(value, default=str), parse_constant=lambda name: str(float(name)))
     return json.dumps(plain, indent=1)

@@ -73,7 +73,7 @@ def list_runs(folders: Iterable[Path]) -> list[Run]:
 
 
 def runs_text(runs: Sequence[Run]) -> str:
-    """Return a table, and below it the reasons of stops and the parts that could not be read."""
+    """Return a table, the reasons of stops, and the parts that could not be read."""
     notes = [f"{run.folder}: {state_words(run)}: {run.reason}" for run in runs if run.reason]
     notes += [problem for run in runs for problem in run.problems]
     return "\n".join([render(table(runs)), *(f"note: {escape_name(note)}" for note in notes)])

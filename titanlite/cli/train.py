@@ -128,8 +128,9 @@ def _shown(ranks: int) -> list[int]:
 
 
 def _rendezvous(nodes: int, node: int, master: str | None) -> list[str]:
-    """Return torchrun's options for several machines; the static rendezvous ends on all of them
-    when one is lost.
+    """Return torchrun's options for several machines.
+
+    The static rendezvous ends on all of them when one is lost.
     """
     if nodes == 1 and master is None:
         return []

@@ -87,7 +87,7 @@ def _mx_recipe(value: str) -> str:
 
 
 def _split_points(parts: list[list[str]]) -> list[str]:
-    """Return the first module of each part but the first; parts must cover the layers in order."""
+    """The parts must cover the layers in order."""
     names = [name for part in parts for name in part if re.fullmatch(r"layers\.\d+", name)]
     if names != [f"layers.{number}" for number in range(len(names))]:
         raise ValueError("the parts must hold layers.0, layers.1, … in order, none left out")
@@ -224,7 +224,7 @@ def type_of_name(name: str) -> Any:
 
 
 def normalized(name: str, value: Any) -> Any:
-    """Return a value under a name with lists and choices as titanlite writes them."""
+    """Return a value with lists and choices as titanlite writes them."""
     if not isinstance(value, str):
         return value
     if name in COMMA_LISTS:
@@ -235,15 +235,12 @@ def normalized(name: str, value: Any) -> Any:
 
 
 def refusal(name: str, value: Any) -> str:
-    """Return why titanlite does not take a value that other trainers know; "": it may."""
+    """Return why titanlite does not take a value of other trainers; "": it may."""
     reasons: dict[str, str] = NAMES["refused"].get(key_of(name), {})
     return reasons.get(value, "") if isinstance(value, str) else ""
 
 
 def translated(name: str, value: Any) -> Any:
-    """Return a value of the type of a name as its key takes it.
-
-    Raises ValueError with the reason why titanlite does not take it.
-    """
+    """Return a value of a name's type as its key takes it. Raises ValueError with the reason."""
     conversion = ALIASES[name].conversion if name in ALIASES else None
     return conversion.convert(value) if conversion else value

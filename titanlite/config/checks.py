@@ -36,7 +36,7 @@ ConfigRule = Callable[[LoadedConfig], Iterable[Problem]]
 
 
 def broken(config: LoadedConfig, rules: Iterable[ConfigRule]) -> list[Problem]:
-    """Return all that rules find in a config, at the places of its keys."""
+    """Return what rules find in a config, at the places of its keys."""
     return placed(config, chain.from_iterable(rule(config) for rule in rules))
 
 
@@ -276,7 +276,7 @@ def _phases(config: LoadedConfig) -> Iterator[Problem]:
 def _sources(
     d: Config, list_key: str, sources: Sequence[DataSource], single: str
 ) -> Iterator[Problem]:
-    """Check the names and fields of a list of sources. single: key that names a text alone."""
+    """single: key that names a text alone."""
     seen: set[str] = set()
     for number, source in enumerate(sources):
         key = f"{list_key}[{number}]"
@@ -371,10 +371,7 @@ def is_there(path: str) -> bool:
 
 
 def _has_checkpoints(d: Config) -> bool:
-    """Return whether the checkpoint folder seems to hold checkpoints.
-
-    True for a store, which is not asked.
-    """
+    """Return True for a store, which is not asked."""
     if is_url(d.checkpoint.folder):
         return True
     folder = os.path.join(d.job.dump_folder, d.checkpoint.folder)
@@ -382,7 +379,7 @@ def _has_checkpoints(d: Config) -> bool:
 
 
 def closed_urls(config: LoadedConfig) -> Iterator[Problem]:
-    """Find URLs without the login or signature that they had, and with a login that nothing reads.
+    """Find URLs without the login or signature that they had, or with a login that nothing reads.
 
     The config that a run keeps has URLs of the first kind.
     """

@@ -36,10 +36,7 @@ REGISTERED = {
 
 
 def hub_text(name: str) -> HubText | None:
-    """Return the data set of the hub that a name stands for: a registered one or an id.
-
-    None: another name.
-    """
+    """Return the data set of the hub of a registered name or an id; None: another name."""
     if name in REGISTERED:
         return REGISTERED[name]
     return HubText(name) if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else None
@@ -51,7 +48,7 @@ BUNDLED_IDS = 2304
 
 
 def fetch_hint(path: str) -> str:
-    """Return how to get the tokenizer of a path that is an id of the hub or a URL; "": another."""
+    """Return how to get a tokenizer whose path is an id of the hub or a URL; or ""."""
     if is_url(path):
         return "copy its files to a folder of this machine, and give that folder"
     owner = path.partition("/")[0]

@@ -73,7 +73,6 @@ def _describe_list(item: Any) -> str:
 
 
 def _bounds(metas: Sequence[Any]) -> list[str]:
-    """Return the bounds of a number, text or list in words: `>= 1`, `that is not empty`."""
     found = []
     for meta in metas:
         for limit, sign in _LIMITS.items():

@@ -59,8 +59,7 @@ _RECIPE = "float8.recipe_name"
 
 
 def apply_later(layers: Layers, sign: Source, why: str) -> None:
-    """Give a file of torchtitan 0.2.x the model and the defaults it expects, for keys that no layer
-    sets.
+    """Give a file of torchtitan 0.2.x its model and defaults, for keys that no layer sets.
 
     sign: what says that it is one. why: what it says.
     """
@@ -88,7 +87,6 @@ def _put_missing(layers: Layers, settings: Mapping[str, Any], source: Source) ->
 
 
 def _take_later_model(layers: Layers, model: tuple[str, str], sign: Source) -> None:
-    """Replace a model of torchtitan 0.2.x by ours, with a note. sign: what says that it is one."""
     name, flavor = model
     later = LATER_MODELS[model]
     if later.name:
@@ -109,9 +107,7 @@ def _take_later_model(layers: Layers, model: tuple[str, str], sign: Source) -> N
 
 
 def _scale_deepseek(layers: Layers, flavor: str, source: Source) -> None:
-    """Scale RoPE of a DeepSeek model as torchtitan does: by YaRN, for sequences longer than the
-    published context, and not at all for others.
-    """
+    """As torchtitan does, scale RoPE by YaRN for sequences over the published context alone."""
     if layers.get("training.seq_len") <= _DEEPSEEK_CONTEXT:
         layers.put("model.rope_scaling", "none", source)
         layers.notes.append(
@@ -131,7 +127,6 @@ def _scale_deepseek(layers: Layers, flavor: str, source: Source) -> None:
 
 
 def _written_as(layers: Layers, key: str, value: str, sign: Source) -> Source:
-    """Return the source of a key's value that follows from the one that is written."""
     settled = layers.values.get(key)
     given = DEFAULT if settled is None else settled.source
     if given.file == sign.file or given.kind == "command line":
@@ -140,9 +135,6 @@ def _written_as(layers: Layers, key: str, value: str, sign: Source) -> Source:
 
 
 def _apply_transformers(layers: Layers, source: Source) -> None:
-    """Give a file of torchtitan's experiment with models of transformers the shape of its
-    flavor.
-    """
     name = layers.values.get("model.name")
     if name is None or name.raw != TRANSFORMERS:
         return
@@ -161,8 +153,9 @@ def _apply_transformers(layers: Layers, source: Source) -> None:
 
 
 def settle_mx(layers: Layers, source: Source) -> None:
-    """Give the recipe of torchtitan's default to a file that names the converter of MX formats, and
-    refuse one of another format. source: of `model.converters`.
+    """Give torchtitan's default recipe to a file with the converter of MX formats.
+
+    Refuse another format. source: of `model.converters`.
     """
     settled = layers.values.get(_RECIPE)
     if settled is None:
@@ -175,7 +168,7 @@ def settle_mx(layers: Layers, source: Source) -> None:
 
 
 def apply_microbatch_size(layers: Layers, size: int, source: Source) -> None:
-    """Turn a micro-batch size into the count of micro-batches, now that the batch size is known."""
+    """Turn a micro-batch size into the count, now that the batch size is known."""
     key = "experimental.pipeline_parallel_microbatches"
     batch_size = layers.get("training.batch_size")
     layers.put(key, max(batch_size // size, 1), source)
@@ -187,9 +180,7 @@ def apply_microbatch_size(layers: Layers, size: int, source: Source) -> None:
 
 
 def settle_unsupported(layers: Layers) -> None:
-    """Refuse the unsupported keys that ask for something, and note those of features that are
-    off.
-    """
+    """Refuse the unsupported keys that ask for something; note those of features that are off."""
     without_effect = []
     for name, entry in layers.unsupported.items():
         key = UNSUPPORTED[name]

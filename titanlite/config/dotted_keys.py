@@ -34,8 +34,9 @@ HINT = 'name it as "package.module:name", or as "./file.py:name" beside the TOML
 
 
 def anchored(path: str, folder: Path) -> str:
-    """Return a dotted path with its file made absolute: in `folder`, else in the working directory
-    if it is there.
+    """Return a dotted path with its file made absolute.
+
+    The file is in `folder`, else in the working directory if it is there.
     """
     file, colon, name = path.partition(":")
     if not file.startswith("."):

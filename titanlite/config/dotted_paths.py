@@ -40,9 +40,7 @@ def resolve(path: str) -> Any:
 
 
 def resolve_as(path: str, accept: Callable[[Any], bool], kind: str) -> Any:
-    """Return the object that a dotted path names, if `accept` takes it.
-
-    Raises ValueError naming the path.
+    """As `resolve`, but raise ValueError also for an object that `accept` does not take.
 
     kind: what it must be, with an article, for messages.
     """
@@ -53,12 +51,11 @@ def resolve_as(path: str, accept: Callable[[Any], bool], kind: str) -> Any:
 
 
 def module_name(name: str) -> str:
-    """Return a module's name for messages. A module from a file has the file's name."""
+    """Return a module's name for messages: of a module from a file, the file's."""
     return re.sub(r"^titanlite_(.+)_\d+$", r"\1", name)
 
 
 def _module_of_file(file: Path) -> Any:
-    """Return the module in a file; the second time the same."""
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}")
     name = f"titanlite_{file.stem}_{abs(hash(file))}"

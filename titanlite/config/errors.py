@@ -112,7 +112,7 @@ def bad_flag(key: str, message: str, remedy: str = "") -> ConfigError:
 
 
 def _by_place(problem: Problem) -> tuple[bool, str, int]:
-    """Sort by file and line; then the command line, then what has no single place."""
+    """Sort by file and line, then the command line, then what has no place."""
     file, _, line = problem.where.rpartition(":")
     if line.isdigit():
         return not file, file, int(line)
@@ -122,9 +122,7 @@ def _by_place(problem: Problem) -> tuple[bool, str, int]:
 
 
 def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
-    """Return up to `count` known words that look like `word`, the most similar first; capitals do
-    not count.
-    """
+    """Return up to `count` known words like `word`, the most similar first, in any case."""
     by_lower = {one.lower(): one for one in known}
     close = difflib.get_close_matches(word.lower()[:_LONGEST], list(by_lower), n=count, cutoff=0.6)
     return [by_lower[one] for one in close]

@@ -61,9 +61,8 @@ def without_effect(config: LoadedConfig) -> list[str]:
 
 
 def idle_keys(config: LoadedConfig) -> tuple[list[str], list[str]]:
-    """Return notes and warnings that name the keys of `without_effect`.
-
-    Keys of a section whose switch is written as off are not named.
+    """Return notes and warnings about `without_effect`, but for sections that are written as
+    off.
     """
     float8 = []
     others = []

@@ -51,14 +51,12 @@ class Key:
 
     @property
     def expected(self) -> str:
-        """The type and the allowed values in words."""
         from titanlite.config.descriptions import describe
 
         return describe(self.type)
 
     @property
     def description(self) -> str:
-        """The text under the field."""
         from titanlite.config.descriptions import descriptions
 
         return descriptions(self.owner)[self.field]
@@ -97,9 +95,7 @@ def tables() -> list[str]:
 
 
 def table_of(name: str) -> str | None:
-    """Return the free table that a dotted name lies in: `model.overrides` for
-    `model.overrides.n_layers`.
-    """
+    """Return a name's free table: `model.overrides` for `model.overrides.n_layers`."""
     table = ".".join(name.split(".", 2)[:2])
     is_entry = _ENTRY.fullmatch(name, len(table) + 1) is not None
     return table if is_entry and table in tables() else None

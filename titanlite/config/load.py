@@ -71,13 +71,11 @@ def load(argv: Sequence[str]) -> LoadedConfig:
 
 
 def read(argv: Sequence[str], defer: bool = False) -> tuple[LoadedConfig, list[Problem]]:
-    """Return the config of a command line, and its problems key by key.
+    """Return the config of a command line, and its problems key by key, without contradictions.
 
-    A key with a problem keeps its value of the layers below.
-
-    defer: `to_toml` keeps environment variables as they are written, for other machines; here they
-    may be unset. Contradictions between keys are not looked for. `-h` or `--help` prints the usage
-    and exits with 0.
+    A key with a problem keeps its value of the layers below. defer: `to_toml` keeps environment
+    variables as they are written, for other machines; here they may be unset. `-h` or `--help`
+    prints the usage and exits with 0.
     """
     if "-h" in argv or "--help" in argv:
         print(USAGE)
@@ -103,8 +101,8 @@ def read_text(
     """Return the config of a text, and what is wrong, as `read` does.
 
     path: the file of the text, which need not exist; files that it extends are found from there.
-    flags: laid over it, as those of a command line. origin: who wrote the text. In a foreign text,
-    variables and other files are problems, and the config's `claims` list the code that it names.
+    flags: laid over it. origin: in a foreign text, variables and other files are problems, and the
+    config's `claims` list the code that it names.
     """
     entries, problems = command_line_entries(flags)
     layers = Layers(problems, origin=origin)
@@ -160,8 +158,6 @@ _ONLY_FILES = {
 
 @dataclass
 class _Value:
-    """One value of a layer under its key."""
-
     value: Any
     source: Source
     #: As written, under the name in `source`.
@@ -213,7 +209,6 @@ class Layers:
         self.read_text(text, path, chain)
 
     def read_text(self, text: str, path: Path, chain: tuple[Path, ...]) -> None:
-        """Add the text of a file and all it extends."""
         # A byte order mark is no part of TOML, but editors on Windows write one.
         entries, problems = file_entries(text.removeprefix("\ufeff"), _short(path))
         self.problems += problems
@@ -227,7 +222,7 @@ class Layers:
         self.files.append((path, entries))
 
     def _extend(self, place: str, path: Path, name: str, chain: tuple[Path, ...]) -> None:
-        """Add a file that the file `path` extends. place: of its name."""
+        """place: of the file's name in `path`."""
         file = path.parent / os.path.expanduser(name)
         if not file.exists():
             file = in_config_folders(name) or file
@@ -263,7 +258,7 @@ class Layers:
         return found
 
     def merged(self, flags: list[Entry]) -> LoadedConfig:
-        """Return the config of all files, with the flags of a command line over them."""
+        """Return the config of all files, with the flags over them."""
         written = [entry for _, entries in self.files for entry in entries]
         named = {entry.name: entry for entry in [*written, *flags]}
         idle = _idle_converter(named)
@@ -310,9 +305,7 @@ class Layers:
         )
 
     def _add(self, entries: Iterable[Entry], file: Path | None) -> None:
-        """Check the entries of one layer and put them over the values so far. file: None for the
-        command line.
-        """
+        """file: None for the command line."""
         layer: dict[str, _Value] = {}
         for entry in entries:
             if entry.name in UNSUPPORTED:
@@ -332,7 +325,7 @@ class Layers:
         self.values.update(layer)
 
     def _value(self, entry: Entry, file: Path | None) -> _Value | None:
-        """Return an entry as its key's own kind of value; None: it is wrong, and told."""
+        """None: the entry is wrong, and told."""
         name = entry.name
         key = key_of(name)
         place = entry.source.place
@@ -369,9 +362,7 @@ class Layers:
         return found
 
     def _exclude(self, layer: dict[str, _Value]) -> None:
-        """Allow one of the keys for one thing in a layer; it replaces another one of the layers
-        below.
-        """
+        """Allow one of the keys for one thing; it replaces one of the layers below."""
         for group in EXCLUSIVE:
             chosen = [key for key in group if key in layer and layer[key].value is not None]
             if len(chosen) > 1:
@@ -392,7 +383,7 @@ class Layers:
                 self.notes.append(f"{key} ({layer[key].source}) replaces {replaced}")
 
     def _drop_overrides(self, layer: dict[str, _Value]) -> None:
-        """Drop the overrides of the layers below where this one chooses another model."""
+        """Drop those of the layers below where this one chooses another model."""
         models = ("model.name", "model.flavor")
         others = [key for key in models if key in layer and layer[key].value != self.get(key)]
         gone = [name for name in self.values if name.startswith("model.overrides.")]
@@ -402,7 +393,6 @@ class Layers:
             self.notes.append(f"{chosen} drops the overrides of another model: {dropped}")
 
     def _tree(self) -> dict[str, dict[str, Any]]:
-        """Return the values as TOML nests them: by section and key, tables within a section."""
         tree: dict[str, dict[str, Any]] = {name: {} for name in sections()}
         for name, settled in self.values.items():
             section, _, key = name.partition(".")
@@ -417,15 +407,13 @@ class Layers:
         return tree
 
     def put(self, key: str, value: Any, source: Source) -> None:
-        """Set a key, over all layers so far."""
         self.values[key] = _Value(value, source)
 
     def get(self, key: str) -> Any:
-        """Return the value of a key so far, or its default."""
         return self.values[key].value if key in self.values else keys()[key].default
 
     def _apply_dialect(self, entries: Iterable[Entry]) -> None:
-        """Read a file of torchtitan 0.2.x as such: one that says so, or uses one of its names."""
+        """A file of torchtitan 0.2.x says so, or uses one of its names."""
         later = [
             one.source for one in entries if one.name in ALIASES and ALIASES[one.name].is_later
         ]
@@ -442,7 +430,6 @@ class Layers:
 
     @property
     def gives_scaling(self) -> bool:
-        """Whether a layer says how RoPE is scaled."""
         return "model.rope_scaling" in self.values or (
             "model.overrides.rope_scaling" in self.values
         )
@@ -453,8 +440,9 @@ def _names_mx(entries: Mapping[str, Entry]) -> bool:
 
 
 def _idle_converter(entries: Mapping[str, Entry]) -> str:
-    """Return how names begin that do not count. Files of torchtitan may have tables of several
-    converters, [quantize.linear.float8] and [quantize.linear.mx], which set the same keys here.
+    """Return how names begin that do not count.
+
+    Files of torchtitan may have tables of several converters, which set the same keys here.
     """
     recipe = entries.get("float8.recipe_name")
     is_mx = _names_mx(entries) or (recipe is not None and str(recipe.value).startswith("mx"))
@@ -468,7 +456,6 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 def _short(path: Path) -> str:
-    """Return a path as messages show it: from the working directory if it lies below it."""
     absolute = os.path.abspath(path)
     here = os.getcwd()
     is_below = absolute.startswith(here + os.sep)

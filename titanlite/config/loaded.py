@@ -54,14 +54,13 @@ class LoadedConfig:
     sweep: Entry | None = None
 
     def value(self, key: str) -> Any:
-        """Return the value of `section.field`."""
         section, _, name = key.partition(".")
         found = self.sections.others.get(section) or getattr(self.sections, section, None)
         # Another config may have made a section of another package known since.
         return getattr(found or sections()[section](), name)
 
     def changed(self, changes: Mapping[str, Any]) -> LoadedConfig:
-        """Return the config as if flags of a command line gave these keys their values."""
+        """Return the config as if flags gave these keys their values."""
         sections = self.sections
         for key, value in changes.items():
             section, _, name = key.partition(".")
@@ -72,7 +71,6 @@ class LoadedConfig:
         return replace(self, sections=sections, sources=sources, claims=claims)
 
     def source(self, key: str) -> Source:
-        """Return where the value of `section.field` was written."""
         return self.sources.get(key, DEFAULT)
 
     def is_given(self, key: str) -> bool:
@@ -97,8 +95,8 @@ class LoadedConfig:
         return "" if source.kind == "default" else source.place
 
     def entries(self) -> Iterator[tuple[str, Any]]:
-        """Yield the values in effect by key, tables entry by entry; without none and defaults that
-        gave way.
+        """Yield the values in effect by key, tables entry by entry, but no None and no replaced
+        default.
         """
         for key in keys().values():
             value = self.value(key.name)
@@ -113,8 +111,8 @@ class LoadedConfig:
     def to_toml(self, defaults: bool = True) -> str:
         """Return the config as a TOML file that loads to the same values.
 
-        defaults: the whole config, with sources as comments. Otherwise only values that are not
-        plain defaults.
+        defaults: the whole config, with sources as comments; else only values that are not plain
+        defaults.
         """
         lines: list[str] = []
         section = ""

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
 
 def load_function(key: str, path: str) -> Callable[..., Any]:
-    """Return the function that a key of `FUNCTIONS` names.
-
-    Raises ValueError if it cannot be called as it will be.
+    """Return the function that a key of `FUNCTIONS` names. Raises ValueError if it cannot be
+    called.
     """
     arguments = FUNCTIONS[key]
     kind = f"a function to call with ({', '.join(arguments)})"
@@ -31,9 +30,7 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
 
 
 def is_optimizer_class(found: Any) -> bool:
-    """Return whether an object is a class of torch optimizers that does not take a section
-    `[optimizer]` itself.
-    """
+    """Return whether it is a class of torch optimizers that does not take `[optimizer]` itself."""
     if not inspect.isclass(found):
         return False
     bases = [f"{base.__module__}.{base.__name__}" for base in found.__mro__]

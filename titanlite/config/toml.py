@@ -23,9 +23,8 @@ TOMLDecodeError = tomllib.TOMLDecodeError
 
 
 def loads(text: str) -> dict[str, Any]:
-    """Return the tables of a TOML text.
-
-    Raises TOMLDecodeError, also for what is nested too deeply or too long.
+    """Return the tables of a TOML text. Raises TOMLDecodeError, also if nested too deeply or too
+    long.
     """
     try:
         tree = tomllib.loads(text)
@@ -86,8 +85,8 @@ def scan(text: str) -> dict[str, int]:
     """Return full name → line of each table and key of a text that the parser accepts.
 
     A statement is the shortest run of lines that the parser accepts alone. Names in arrays of
-    tables have an index: `data.source[1].weight`, `data.source[1]`. A table is on the line of its
-    header, or of the first key that names it.
+    tables have an index: `data.source[1].weight`. A table is on the line of its header, or of the
+    first key that names it.
     """
     scanner = _Scanner(text)
     for end in range(1, len(scanner.lines) + 1):
@@ -96,8 +95,6 @@ def scan(text: str) -> dict[str, int]:
 
 
 class _Scanner:
-    """Reads a text line by line, and keeps what `scan` returns of it."""
-
     def __init__(self, text: str) -> None:
         self.lines = text.replace("\r\n", "\n").split("\n")
         #: Full name → line, from 1.
@@ -126,9 +123,7 @@ class _Scanner:
         self._start = end
 
     def _enter(self, path: str, tree: dict[str, Any], is_header: bool) -> str:
-        """Note the line of all names in a tree below a path; return the full name of the last
-        one.
-        """
+        """Note the lines of a tree's names; return the last full name."""
         last = path
         for name, value in tree.items():
             last = join(path, name)

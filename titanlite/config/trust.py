@@ -58,20 +58,15 @@ class Claim:
     effect: str
 
     def refusal(self) -> Problem:
-        """Return the problem that names value, file and flag."""
         message = f"{quote(self.value)} {self.effect}; titanlite does not trust this file"
         return Problem("untrusted", self.key, message, _HINT, self.place)
 
     def announcement(self) -> str:
-        """Return the line that the user reads before the value has its effect."""
         return f"{FLAG}: {self.place}: {self.key} = {quote(self.value)} {self.effect}"
 
 
 def refusals(claims: Sequence[Claim], origin: Origin) -> list[Problem]:
-    """Return the problems of foreign claims; print those that the user allows.
-
-    This is the only gate.
-    """
+    """Return the problems of foreign claims, as the only gate; print those that the user allows."""
     if origin is Origin.FOREIGN:
         return [claim.refusal() for claim in claims]
     is_first = os.environ.get("RANK", "0") == "0"  # the other ranks have the same to say
@@ -82,12 +77,10 @@ def refusals(claims: Sequence[Claim], origin: Origin) -> list[Problem]:
 
 
 def admit(claims: Sequence[Claim], origin: Origin) -> None:
-    """Do as `refusals`, and raise ConfigError with all problems if there are some."""
+    """Do as `refusals`, and raise ConfigError if there are problems."""
     refuse(refusals(claims, origin))
 
 
 def add_argument(add: Callable[..., Any]) -> None:
-    """Add `--trust-code` to a command that reads checkpoints, weights or kept configs, by its
-    `add_argument`.
-    """
+    """Add `--trust-code` to a command that reads checkpoints, weights or kept configs."""
     add(FLAG, action="store_true", help=_HELP)

@@ -35,7 +35,6 @@ class Unsupported(NamedTuple):
 
     @property
     def type(self) -> Any:
-        """Type of its values, for reading the command line."""
         return list[str] if isinstance(self.off[0], list) else type(self.off[0])
 
     def is_off(self, value: Any) -> bool:
@@ -44,7 +43,6 @@ class Unsupported(NamedTuple):
 
 
 def _switch_of(name: str) -> str:
-    """Return the key that switches on the feature of an unsupported key; "": there is none."""
     for start, switch in NAMES["switches"].items():
         if name.startswith(start) and name != switch:
             return str(switch)

@@ -42,9 +42,7 @@ def is_url(text: str) -> bool:
 
 
 def public_name(name: str) -> str:
-    """Return a name without the user, the query and the fragment of a URL: the same for each
-    signature of a file.
-    """
+    """Return a URL without user, query and fragment: the same for each signature of a file."""
     if "://" not in name:
         return public(name)
     plain = re.sub(r";[\w.-]+=[^/]*|#.*=.*", "", name.partition("?")[0])
@@ -70,7 +68,7 @@ def chain_problem(url: str) -> str:
 
 
 def store_needs(scheme: str, error: ImportError) -> str:
-    """Return what to install for a store that fsspec cannot open. error: fsspec's own words."""
+    """Return what to install for a store that fsspec cannot open. error: fsspec's."""
     package = STORES.get(scheme)
     if package is None:
         return f"{scheme}:// needs a package that is not installed: {error}"
@@ -78,10 +76,7 @@ def store_needs(scheme: str, error: ImportError) -> str:
 
 
 def login_problem(url: str) -> tuple[str, str] | None:
-    """Why a login in the URL of a store cannot open it, and what to do about it.
-
-    None: nothing is wrong with it.
-    """
+    """Why a login in the URL of a store cannot open it, and a remedy; None: it may."""
     scheme = url.partition("://")[0].lower()
     if scheme not in _LOGINS or not has_login(url):
         return None
@@ -92,9 +87,7 @@ def login_problem(url: str) -> tuple[str, str] | None:
 
 
 def url_problem(url: str) -> tuple[str, str] | None:
-    """Why checkpoints cannot lie there, and what to do about it; None when nothing is known against
-    it.
-    """
+    """Why checkpoints cannot lie there, and a remedy; None: nothing is known against it."""
     scheme = url.partition("://")[0].lower()
     if scheme == "file":
         return None

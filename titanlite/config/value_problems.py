@@ -15,9 +15,7 @@ from titanlite.config.value_types import Section
 
 
 def problems_of(type_: Any, value: Any, path: str = "") -> list[Problem]:
-    """Return all that is wrong with a value for a type, without places; the key is the path inside:
-    `[1].weight`.
-    """
+    """Return what is wrong with a value, without places; keys are paths inside: `[1].weight`."""
     section = inner_section(type_)
     if section is not None and isinstance(value, list):
         found = []

@@ -61,7 +61,7 @@ Location = Annotated[str, HOME, Meta(min_length=1)]
 def dotted_or(*names: str, classes: bool = False) -> Meta:
     """Limit a string to these names and to dotted paths ("package.module:name").
 
-    classes: also to those of `import` ("package.module.Name"), which a load turns into the others.
+    classes: also "package.module.Name", which a load turns into the others.
     """
     words = ", ".join(f'"{name}"' for name in names)
     if len(names) > 1:

@@ -31,7 +31,7 @@ def names_in(value: Any) -> list[str]:
 def is_deferred(key: str) -> bool:
     """Return whether a launcher leaves the variables of a key to the machines of the job.
 
-    It needs the other keys.
+    It needs the other keys itself.
     """
     return not key.startswith("launch.") and key not in (
         "job.config_file",
@@ -41,9 +41,7 @@ def is_deferred(key: str) -> bool:
 
 
 def resolved(entry: Entry, keep_unset: bool) -> tuple[Entry, list[Problem]]:
-    """Return an entry with the values of its variables, and what is wrong.
-
-    Its `raw` is then the value as written.
+    """Return an entry with the values of its variables, and what is wrong; `raw` is as written.
 
     keep_unset: leave an unset variable as it is written.
     """

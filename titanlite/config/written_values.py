@@ -36,8 +36,8 @@ class Entry:
     raw: Any = None
 
     def place(self, path: str) -> str:
-        """Return `file:line` of a path inside the value (`[1].weight`), or of the nearest thing
-        around it.
+        """Return `file:line` of a path inside the value (`[1].weight`), or of the nearest around
+        it.
         """
         while path and self.name + path not in self.lines:
             path = path[: max(path.rfind("."), path.rfind("["))]
@@ -78,8 +78,6 @@ def file_entries(text: str, file: str) -> tuple[list[Entry], list[Problem]]:
 
 
 class _FileEntries:
-    """Collects the values of one file and its unknown keys."""
-
     def __init__(self, file: str, lines: Mapping[str, int]) -> None:
         self.file = file
         self.lines = lines
@@ -87,7 +85,7 @@ class _FileEntries:
         self.problems: list[Problem] = []
 
     def add(self, name: str, value: Any, is_top: bool = False) -> None:
-        """Add a value, or all values of a section. is_top: it is in no section."""
+        """is_top: the value is in no section."""
         source = Source("file", self.file, self.lines.get(name), name)
         is_table = isinstance(value, dict)
         if is_table and is_subsection(name):
@@ -153,7 +151,7 @@ def command_line_entries(argv: Sequence[str]) -> tuple[list[Entry], list[Problem
 
 
 def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each flag, without its dashes, and its words; "" with a word that belongs to none."""
+    """Yield each flag and its words; "" with a word that belongs to none."""
     position = 0
     while position < len(argv):
         word = argv[position]
@@ -186,9 +184,7 @@ def flag_name(flag: str) -> tuple[str | None, bool]:
 
 
 def _values(name: str | None, words: list[str], negated: bool) -> dict[str, Any]:
-    """Return the value that the words after a flag make, by its name; those of a table by the names
-    of its entries. Raises _BadWords.
-    """
+    """Return a flag's value by its name, or a table's by entries. Raises _BadWords."""
     if name is None:
         raise _BadWords(f"unexpected word {quote(words[0])}")
     type_ = type_of_name(name)
@@ -213,7 +209,7 @@ def _values(name: str | None, words: list[str], negated: bool) -> dict[str, Any]
 
 
 def _list(type_: Any, words: list[str], has_commas: bool) -> Any:
-    """Return a list of words. has_commas: they are split at commas, too."""
+    """has_commas: words are split at commas, too."""
     if len(words) == 1 and words[0].lstrip().startswith("["):
         return _one(type_, words[0])
     (item,) = get_args(type_)
@@ -222,10 +218,7 @@ def _list(type_: Any, words: list[str], has_commas: bool) -> Any:
 
 
 def _one(type_: Any, text: str) -> Any:
-    """Return the first reading of a word that fits the type.
-
-    A word without one is left to the check to refuse.
-    """
+    """Return the first reading that fits; a word without one is checked later."""
     # SageMaker hands on null as an empty word.
     is_none = text.lower() == "none" or (not text and not fits(type_, text))
     if is_none and type(None) in members(type_) and "none" not in choices(type_):
@@ -239,7 +232,7 @@ def _one(type_: Any, text: str) -> Any:
 
 
 def _readings(text: str) -> Iterator[Any]:
-    """Yield a word as each kind of value that it can be, the likeliest first."""
+    """Yield a word as each kind of value, the likeliest first."""
     if text.lower() in ("true", "false"):
         yield text.lower() == "true"
     for read in (_literal, _json, float):
@@ -250,7 +243,7 @@ def _readings(text: str) -> Iterator[Any]:
 
 
 def _json(text: str) -> Any:
-    """Return a list or an object as JSON writes it. Raises ValueError: `null` may be a text."""
+    """Raises ValueError for others than lists and objects: `null` may be a text."""
     if not text.lstrip().startswith(("[", "{")):
         raise ValueError
     return parse_json(text)

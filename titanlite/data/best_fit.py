@@ -112,7 +112,7 @@ def packed(
 def best_fit(lengths: Sequence[int], room: int, most: int) -> list[int]:
     """Return the row of each piece, longest first, in the fullest row that has room.
 
-    `lengths` are in tokens, at most `room`, the length of a row. A row has at most `most` pieces.
+    `lengths` and `room` are in tokens; a row has at most `most` pieces.
     """
     row_of = [0] * len(lengths)
     #: Number of pieces in each row.

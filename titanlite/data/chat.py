@@ -58,8 +58,7 @@ class ChatTemplate(NamedTuple):
     def render(self, messages: Any, where: str) -> str:
         """Return the text of a conversation, with marks around the assistant's turns.
 
-        Raises DataError, naming `where`, for bad messages, a template's refusal, or a turn that is
-        not found.
+        Raises DataError for bad messages, a template's refusal, or a turn that is not found.
         """
         if not are_turns(messages, ("role",)):
             raise DataError(
@@ -87,9 +86,8 @@ class ChatTemplate(NamedTuple):
         return self._ask("render", _without_nulls(messages), where)
 
     def prompt(self, messages: Sequence[Mapping[str, str]], where: str) -> str:
-        """Return the text of a conversation up to the assistant's next turn.
-
-        Raises DataError if the template refuses it.
+        """Return the text up to the assistant's next turn. Raises DataError if the template refuses
+        it.
         """
         return self._ask("prompt", messages, where).translate(_UNMARKED)
 
@@ -145,9 +143,8 @@ def load_template(
 ) -> ChatTemplate:
     """Return the template of a Jinja file; None takes the one beside the tokenizer.
 
-    "plain" is `PLAIN_TEMPLATE`. `key` names the file in messages; `day` is `data.template_date`.
-
-    Raises DataError if there is no valid template.
+    "plain" is `PLAIN_TEMPLATE`; `day` is `data.template_date`. Raises DataError without a valid
+    template.
     """
     folder = tokenizer.folder
     config = _config_beside(folder, key)
@@ -222,8 +219,7 @@ def encode_chat(text: str, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDA
     """Return the ids of a rendered conversation, and whether each is the assistant's: [tokens]
     each.
 
-    Names of special tokens become their ids. A token across the border of a turn is the
-    assistant's.
+    Names of special tokens become their ids. A token across a turn's border is the assistant's.
     """
     # Every second piece is a turn of the assistant.
     pieces = re.split(f"[{BEGIN}{END}]", whole_characters(text))

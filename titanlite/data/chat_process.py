@@ -34,9 +34,9 @@ class TemplateError(Exception):
 
 
 def ask(request: Request) -> tuple[str, str]:
-    """Return the kind of an answer and its text, see `titanlite.data.chat_worker`.
+    """Return the kind of an answer and its text.
 
-    Raises TemplateError if the template takes too long, or its process ends for another reason.
+    Raises TemplateError if the template takes too long, or its process ends otherwise.
     """
     content = pickle.dumps(tuple(request._replace(seconds=SECONDS)))
     with _lock:

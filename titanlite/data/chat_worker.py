@@ -93,7 +93,6 @@ def answer(request: Request) -> tuple[str, str]:
 
 
 def _marked(messages: Sequence[Mapping[str, Any]], text: Callable[..., str]) -> str:
-    """Return a conversation with marks around the assistant's turns; `text` is that of `answer`."""
     whole = text(len(messages))
     if BEGIN in whole:
         return whole
@@ -154,7 +153,7 @@ def _compiled(source: str) -> Any:
 
 
 def main(number: int) -> None:
-    """Answer requests on this connection until the process that sends them is gone."""
+    """Answer requests on this connection until its other end is gone."""
     # They are meant for that process, which may still need answers.
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.SIG_IGN)

@@ -24,8 +24,7 @@ _Passed = dict[str, list[str]]
 def choose(found: Sequence[FoundFile], place: Place) -> Listing:
     """Return the text among the files of a folder.
 
-    Raises DataError without text, and UnclearTextError if several splits, kinds or levels could be
-    meant, or none is of the split.
+    Raises DataError without text, and UnclearTextError if the choice is unclear.
     """
     passed: _Passed = {}
     texts = _kept(found, lambda file: why_no_text(file.relative), passed)
@@ -66,7 +65,7 @@ def _kept(
 def choose_among(texts: Sequence[FoundFile], place: Place, passed: _Passed) -> Listing:
     """Return the files of the wanted split, and add the others to `passed`.
 
-    Raises UnclearTextError if the files are of several splits, kinds or levels.
+    Raises UnclearTextError for several splits, kinds or levels.
     """
     texts = _of_split(texts, place, passed)
     several = _differences(texts, place)
@@ -77,7 +76,7 @@ def choose_among(texts: Sequence[FoundFile], place: Place, passed: _Passed) -> L
 
 
 def named_files(found: Sequence[FoundFile], place: Place) -> Listing:
-    """Return the files that are named or match a pattern, of the wanted split if there is one.
+    """Return the files that are named or match a pattern, of the wanted split if any.
 
     Raises UnclearTextError if there is none of that split.
     """
@@ -121,7 +120,7 @@ def _is_of(file: FoundFile, reader: Format) -> bool:
 
 
 def _of_split(texts: Sequence[FoundFile], place: Place, passed: _Passed) -> list[FoundFile]:
-    """Return the files of the wanted split; without any name of a split all are train."""
+    """Without any name of a split all files are train."""
     if place.split in (None, ALL_SPLITS):
         return list(texts)
     wanted = SPLIT_WORDS.get(place.split.lower(), place.split) if place.split else ""
@@ -141,7 +140,7 @@ def _of_split(texts: Sequence[FoundFile], place: Place, passed: _Passed) -> list
 
 
 def _splits_of(texts: Sequence[FoundFile], place: Place) -> list[str | None]:
-    """Return the split of each file. Names in a code base, such as `test_x.py`, tell none."""
+    """Names in a code base, such as `test_x.py`, tell no split."""
     is_code = place.reader == "source"
     return [None if is_code or file.is_source else split_of(file.relative) for file in texts]
 

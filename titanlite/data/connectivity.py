@@ -29,7 +29,7 @@ _reached: set[tuple[str, int]] = set()
 def reach(url: str, failed: str, remedy: str) -> None:
     """Connect to the server of a URL, once in this process.
 
-    Raises DataError, `failed` first and `remedy` last, if it is not reached within some seconds.
+    Raises DataError with `failed` and `remedy` if it is not reached within some seconds.
     """
     problem = contact_problem(url)
     if problem is not None:
@@ -39,7 +39,7 @@ def reach(url: str, failed: str, remedy: str) -> None:
 def contact_problem(url: str) -> str | None:
     """Return why the server of a URL cannot be reached, or None.
 
-    It is not asked for object stores and behind a proxy: there the first request tells.
+    For object stores and behind a proxy the first request tells instead.
     """
     if url.startswith("hf://"):
         try:

@@ -10,8 +10,8 @@ from titanlite.data.rows import Rows
 class Document(NamedTuple):
     """Neighbouring tokens of one document in a row.
 
-    `source` is the text's name. `name` is the document's number, from 0 in file order; of a stream,
-    its file and record. `file` and `record`, from 1, are known for streams and prepared text.
+    `name` is its number, from 0 in file order; of a stream, its file and record. `file` and
+    `record`, from 1, are known for streams and prepared text.
     """
 
     source: str

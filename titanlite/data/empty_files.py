@@ -20,7 +20,7 @@ def watched(
 ) -> Iterator[Record]:
     """Iterate over the records of a file, and warn if none holds text.
 
-    With `is_shared` all ranks read the file, and rank 0 warns alone.
+    With `is_shared` all ranks read it, and rank 0 warns alone.
     """
     blank = 0
     for record in records:

@@ -83,7 +83,7 @@ def is_csv(name: str) -> bool:
 def is_hidden(path: str) -> bool:
     """Return whether readers of data folders leave a file out, by its path below the folder.
 
-    Names of source code may begin with `_`, as `__init__.py`.
+    Source code may begin with `_`, as `__init__.py`.
     """
     parts = path.split("/")
     kind = kind_of_name(parts[-1])

@@ -40,7 +40,7 @@ class FileStamps:
 
 
 def stamp_of(size: object, tag: object = None, time: object = None) -> str:
-    """Return size, tag of the content and time of the last change as one line of text."""
+    """Return size, tag of the content and time of the last change on one line."""
     if isinstance(time, datetime):
         time = time.isoformat()
     known = (size, str(tag or "").removeprefix("W/"), time)
@@ -65,15 +65,15 @@ def local_stamps(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def record(rows: Rows) -> dict[str, Any]:
-    """Return the entry of the train state for a run's text; {} if nothing is known of its files."""
+    """Return the train state's entry for a run's text; {} if nothing is known."""
     return {source: {"files": stamps.entries()} for source, stamps in _texts(rows)}
 
 
 def difference(saved: Any, rows: Rows) -> str:
     """Return in words which files were replaced since a checkpoint; "" if none.
 
-    `saved` is what `record` returned then, or anything else that a checkpoint holds. Files that may
-    have been copied get a warning.
+    `saved` is what `record` returned then, or anything else. Files that may have been copied get a
+    warning.
     """
     known = saved if isinstance(saved, Mapping) else {}
     replaced: list[str] = []

@@ -50,7 +50,6 @@ def iter_rows(
 
     Args:
         file: at its first byte; the caller closes it. Parquet and arrow files need `seek`.
-        name: path or URL, for errors and records.
         kind: "auto" looks at the content. "text" and "source" are one document per file.
         start: rows to skip: to continue after a record, give its `number`. Lines are skipped
             unparsed, row groups of parquet unread.
@@ -131,7 +130,7 @@ def plain_kind(file: BinaryIO, name: str) -> Format | None:
 
 
 def _kind_of(head: bytes, name: str) -> Format:
-    """Return the kind by the first bytes; only for plain text does the name decide."""
+    """Only for plain text does the name decide."""
     for magic, kind in _MAGIC.items():
         if head.startswith(magic):
             return kind
@@ -159,7 +158,7 @@ def json_lines(
 ) -> Iterator[tuple[int, str, Any]]:
     """Yield the number of each line that is not blank, its place in words, and its JSON.
 
-    `start` lines are skipped. Raises DataError naming the line, also if it has over `most` bytes.
+    Raises DataError naming the line, also if it has over `most` bytes.
     """
     lines = iter(partial(content.readline, most + 1), b"")
     for number, line in enumerate(itertools.islice(lines, start, None), start + 1):

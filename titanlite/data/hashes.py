@@ -18,7 +18,7 @@ _HASH_BITS = 128
 def batch_hash(batches: Iterable[Batch]) -> str:
     """Return the hex digest of the sequences in `batches`, in any order and any micro-batches.
 
-    It is the sum of the rows' digests, so `add_hashes` of all ranks gives that of the global batch.
+    It is the sum of the rows' digests, so `add_hashes` joins those of all ranks.
     """
     total = 0
     for batch in batches:

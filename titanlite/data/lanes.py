@@ -43,9 +43,8 @@ _T = TypeVar("_T")
 class StreamText:
     """The files of a stream, and how their documents become rows.
 
-    `encode` tokenizes a record; `description` of tokenizer and encoding is for the fingerprint.
-    `buffer` counts the documents that are mixed together, over all lanes. With `best_fit` documents
-    of a block are fitted whole into rows (see `titanlite.data.best_fit`).
+    `description` of tokenizer and encoding is for the fingerprint. `buffer` counts documents mixed
+    together, over all lanes. With `best_fit` those of a block are fitted whole into rows.
     """
 
     shards: TextFiles
@@ -81,8 +80,6 @@ class ServedRow(NamedTuple):
 
 
 class _Document(NamedTuple):
-    """A document of a block, tokenized, with the file and number of its record as `name`."""
-
     ids: Ids
     targets: Mask
     place: Place
@@ -90,8 +87,6 @@ class _Document(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """The rows of a shard whose number is `part` modulo `parts`."""
-
     shard: int
     part: int
     parts: int
@@ -111,7 +106,6 @@ class _Ahead(Generic[_T]):
         self._wait = self._start()
 
     def take(self) -> _T:
-        """Return the next item, or raise the error that comes in its place."""
         item = self._wait()
         self._wait = self._start()
         return item
@@ -126,8 +120,8 @@ class _Ahead(Generic[_T]):
 class LaneReader:
     """Reads the documents of lane `number` of `lanes`.
 
-    Threads of `readers` read; those of `encoders`, or the caller for None, tokenize. Generators run
-    in these threads, one call at a time.
+    Threads of `readers` read; those of `encoders`, or the caller, tokenize. They run generators,
+    one call at a time.
     """
 
     text: StreamText
@@ -137,7 +131,6 @@ class LaneReader:
     encoders: Pool | None
 
     def outside(self, reason: str) -> StateError:
-        """Return the error for a place that the files do not have."""
         return StateError(
             f"lane {self.number} of the stream cannot continue from its place in the checkpoint: "
             f"{reason}. The files have changed since then, or the checkpoint is damaged. "
@@ -253,10 +246,7 @@ class Lane:
 
 
 def _split_rows(reader: LaneReader, start: Place) -> Iterator[tuple[ServedRow, Place]]:
-    """Cut a lane's tokens into rows, and yield each with the place after it.
-
-    The last target of a row begins the next one.
-    """
+    """Yield rows, each with the place after it; the last target of a row begins the next one."""
     text = reader.text
     chunks = _Ahead(reader.documents(start), reader.encoders)
     #: Documents that are not served to the end, and tokens of the first of them that are served.
@@ -297,7 +287,7 @@ def _split_rows(reader: LaneReader, start: Place) -> Iterator[tuple[ServedRow, P
 def _packed_rows(reader: LaneReader, start: Place) -> Iterator[tuple[ServedRow, Place]]:
     """Fit the documents of each block into rows, and yield each with the place after it.
 
-    `Place.document` counts the rows of a block.
+    `Place.document` counts rows here.
     """
     blocks = _Ahead(_packed_blocks(reader, start), reader.encoders)
     while True:

@@ -30,8 +30,7 @@ class FoundFile(NamedTuple):
     """A file of a folder.
 
     `relative` is its path below the folder, with slashes. `size` is in bytes. `stamp` is what a
-    store tells of it, see `titanlite.data.file_stamps`. `stated_kind` says its kind, if that is no
-    text.
+    store tells of it. `stated_kind` says its kind, if that is no text.
     """
 
     name: str
@@ -65,7 +64,6 @@ class FoundFile(NamedTuple):
 
     @property
     def is_direct(self) -> bool:
-        """Whether it lies in the folder itself."""
         return "/" not in self.relative
 
 
@@ -87,7 +85,6 @@ class Listing:
     stamps: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """Return in words what was found, and what was passed over and why."""
         kinds = [f"{counted(count, 'files')} of {name}" for name, count in self.kinds.items()]
         text = ", ".join(kinds)
         if self.size is not None:
@@ -100,7 +97,6 @@ class Listing:
         return text
 
     def warning(self) -> str | None:
-        """Return the warning for a pattern that finds files of several splits."""
         if not self.mixed_splits:
             return None
         splits = self.mixed_splits.items()
@@ -110,9 +106,9 @@ class Listing:
 
 @dataclass(frozen=True)
 class Place:
-    """A folder, file or pattern as the config names it.
+    """A folder, file or pattern as the config names it, with the wanted split and reader.
 
-    `key` is that of the config, or SOURCE of a command. `split` and `reader` are the wanted ones.
+    `key` is that of the config, or SOURCE of a command.
     """
 
     path: str
@@ -121,7 +117,6 @@ class Place:
     reader: Format = "auto"
 
     def key_of(self, field: Literal["split", "format"]) -> str:
-        """Return the key, or a command's flag, that chooses a split or format."""
         table = self.key.rpartition(".")[0]
         if not table:
             return f"--{field}"

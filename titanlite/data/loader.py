@@ -92,7 +92,6 @@ class TrainLoader:
     """The micro-batches of one rank, step by step.
 
     Args:
-        dataset: sequences by global index.
         global_batch_size: sequences per step over all ranks.
         micro_batch_size: sequences per micro-batch and rank.
         rank: this process among the dp_degree ranks that read different data.
@@ -165,9 +164,8 @@ class TrainLoader:
     def next_step(self) -> list[Batch]:
         """Return this rank's micro-batches of [micro_batch_size, seq_len] each, on the CPU.
 
-        In a phase of shorter sequences they are the pieces of this rank's rows, in order. Sequences
-        without targets fill up the last step of finite data, the same on any number of ranks. After
-        it all ranks raise EndOfData.
+        In a phase of shorter sequences they are pieces of its rows, in order. Padding fills up the
+        last step of finite data. After it all ranks raise EndOfData.
         """
         if self.steps_left == 0:
             raise EndOfData(
@@ -193,8 +191,8 @@ class TrainLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the state to resume from: sequences below `next_sequence` were served.
 
-        `left_out` has the skipped ranges below it. `rows` is this rank's part of the sequences'
-        state, see `gather_state`; the rest is the same on every rank.
+        `left_out` has the skipped ranges below it. `rows` is this rank's part, see `gather_state`;
+        the rest is the same on every rank.
         """
         past = skip_ranges.before(self.position, self.skip)
         ours = skip_ranges.without(past, [(0, self._loaded)])
@@ -210,10 +208,9 @@ class TrainLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`, also of another number of ranks.
 
-        Ranges of this loader before the position have no effect: see `skip_ranges.served_already`.
-        `phases` in the state changes a mixture's shares from here on, `course` the sizes of steps.
-
-        Raises StateError if it is not a loader's state.
+        Ranges before the position have no effect: see `skip_ranges.served_already`. `phases` in the
+        state changes shares from here on, `course` the sizes of steps. Raises StateError if it is
+        not a loader's state.
         """
         check_loader(state)
         position = state["next_sequence"]
@@ -224,10 +221,7 @@ class TrainLoader:
 
 
 def gather_state(state: dict[str, Any], rows: Rows) -> dict[str, Any]:
-    """Return a loader's state with what all ranks know of their sequences.
-
-    All ranks call it together.
-    """
+    """Return a loader's state with what all ranks know. All ranks call it together."""
     if "rows" not in state:
         return state
     return {**state, "rows": rows.merge_states(gather_objects(state["rows"]))}

@@ -19,8 +19,7 @@ from titanlite.data.listing import FoundFile, Listing, Place
 def list_text(place: Place) -> Listing:
     """Return the text of a file, pattern or folder.
 
-    Raises DataError, naming the config's key, if there is none or a folder leaves open which files
-    are meant.
+    Raises DataError, naming the config's key, if there is none or the choice is unclear.
     """
     path = Path(place.path)
     if path.is_file():
@@ -73,7 +72,7 @@ def _files_of(folder: Path) -> Iterator[FoundFile]:
 def all_files(path: Path) -> Iterator[Path]:
     """Yield the files of a folder and all subfolders, also behind links, each folder once.
 
-    Folders whose names begin with a dot are left out.
+    Folders with a dot before the name are left out.
     """
     seen: set[str] = set()
     for folder, subfolders, names in os.walk(path, followlinks=True):

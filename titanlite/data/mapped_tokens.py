@@ -33,7 +33,7 @@ class Part(DocumentArray):
     """A file of `size` tokens, of a prepared folder unless a subclass says otherwise.
 
     `tokens` [size] are plain arrays over the maps, as slices of a memmap are slower. `offsets` are
-    [documents + 1]. `remedy` is a clause for the error about an id that is too high.
+    [documents + 1]. `remedy` is for errors about ids that are too high.
     """
 
     file: Path
@@ -70,7 +70,6 @@ class Part(DocumentArray):
         return map_array(self.file.with_suffix(".targets"), "u1", -(-self.size // 8))
 
     def is_target(self, begin: int, end: int) -> NDArray[np.bool_]:
-        """Return whether tokens [begin, end) are targets."""
         if not self.has_targets:
             return np.ones(end - begin, dtype=bool)
         first_byte = begin // 8

@@ -19,8 +19,6 @@ from titanlite.data.step_sizes import FRESH, Course, Leg, Progress, StepSize
 
 
 class _Begin(NamedTuple):
-    """A phase, its first step, and the progress before that step."""
-
     step: int
     phase: DataPhase
     done: Progress
@@ -31,8 +29,8 @@ class _Begin(NamedTuple):
 class Phases:
     """The phases of a run.
 
-    `first` has the shares before any phase by source. `global_batch` and `tokens_per_step` are
-    those before any phase, over all ranks. `skip` has the sequences that are not served.
+    `first` has the shares before any phase by source. `global_batch` and `tokens_per_step` hold
+    before any phase, over all ranks; `skip` is not served.
     """
 
     phases: Sequence[DataPhase]
@@ -64,7 +62,6 @@ class Phases:
         return found
 
     def course(self, done: Progress = FRESH) -> Course:
-        """Return the sizes of the steps after `done`."""
         legs = [Leg(done, self._first_size)]
         for begin in self._begins(done):
             if begin.size == legs[-1].size:
@@ -76,8 +73,7 @@ class Phases:
         return Course(tuple(legs))
 
     def batch_difference(self, saved: object, step: int, train: Mapping[str, Any]) -> str:
-        """Return how the sequences of a checkpoint's step differ from this run's; "" if they do
-        not.
+        """Return how the sequences of a checkpoint's step differ from this run's, or "".
 
         `train` is the train state after the step.
         """

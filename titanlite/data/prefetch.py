@@ -69,11 +69,10 @@ class _Ahead:
         self.items: deque[Future[_Step]] = deque(self._submit() for _ in range(depth))
 
     def error(self, number: int) -> BaseException | None:
-        """Wait for item `number` of those ahead, and return the error in its place or before."""
+        """Wait for item `number` of those ahead; return the error in its place or before."""
         return self.items[number].exception()
 
     def take(self) -> _Step:
-        """Wait for the next item, or raise the error of `make` in its place."""
         item = self.items[0].result()
         self.items.popleft()
         self.items.append(self._submit())
@@ -85,8 +84,6 @@ class _Ahead:
 
 
 class _Step(NamedTuple):
-    """A step's micro-batches, and the loader's state and steps left after it."""
-
     batches: list[Batch]
     state: dict[str, Any]
     steps_left: int | None
@@ -103,10 +100,10 @@ class Prefetcher:
     used again.
 
     Args:
-        depth: steps kept ready; 0 prepares each step in the caller when it is needed.
-        pin: puts batches in page-locked memory, from which copies to a GPU do not wait.
+        depth: steps kept ready; 0 prepares each when it is needed.
+        pin: uses page-locked memory, from which copies to a GPU do not wait.
         reserve: steps that are handed out only when no more can be prepared. `on_failure` gets the
-            error before the first of them: all ranks can be asked to stop and save.
+            error before the first of them, when all ranks can be asked to stop and save.
     """
 
     def __init__(
@@ -130,16 +127,12 @@ class Prefetcher:
 
     @property
     def steps_left(self) -> int | None:
-        """Steps until EndOfData, from the last one handed out; None without an end."""
         if self._last is None:
             return self.loader.steps_left
         return self._last[1]
 
     def next_step(self) -> list[Batch]:
-        """Return the micro-batches of the next step, on the CPU.
-
-        Raises the loader's error of this very step.
-        """
+        """Raises the loader's error of this very step."""
         if self.depth == 0:
             return _step(self.loader, self.pin).batches
         if self._ahead is None:
@@ -175,7 +168,7 @@ class Prefetcher:
     def close(self, patience: float = _PATIENCE) -> None:
         """End the thread and set the loader to the last step handed out.
 
-        A loader that does not return in `patience` seconds is left alone, with a warning.
+        A loader that does not return in `patience` seconds is left alone with a warning.
         """
         if self._ahead is None:
             return

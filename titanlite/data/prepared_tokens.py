@@ -80,7 +80,7 @@ def checksum_of(index: Mapping[str, Any]) -> str:
 def part_of(folder: Path, index: Mapping[str, Any], record: Mapping[str, Any]) -> Part:
     """Return a part of a prepared folder from its record in the index.
 
-    Raises DataError for a record or sizes that do not fit, OSError for missing files.
+    Raises DataError if record or sizes do not fit, OSError for missing files.
     """
     dtype = np.dtype(index["dtype"])
     try:

@@ -50,11 +50,9 @@ class Columns(NamedTuple):
 
     @property
     def has_masks(self) -> bool:
-        """Whether some tokens are no targets."""
         return self.prompt is not None or self.chat is not None
 
     def remedy(self, column: str) -> str:
-        """Return what to do if a record has no such field."""
         key = "text_key" if self.prompt is None else "completion_key"
         if self.chat:
             key = "messages_key"
@@ -76,7 +74,7 @@ class Columns(NamedTuple):
 def strings_of(record: object, columns: Columns, where: str) -> list[Any]:
     """Return text and perhaps prompt of a record.
 
-    Raises DataError that begins with `where` if one is no string, or holds a lone surrogate.
+    Raises DataError that begins with `where` for no string or a lone surrogate.
     """
     if not isinstance(record, Mapping):
         raise DataError(
@@ -143,7 +141,6 @@ def refuse_surrogates(value: Any, field: str, where: str) -> None:
 
 
 def _strings(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Iterate over the strings of a value with their paths, such as messages[0].content."""
     # No function that calls itself: JSON may be nested deeply.
     left = [(path, value)]
     while left:

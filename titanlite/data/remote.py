@@ -46,7 +46,7 @@ def open_file(name: str, patience: float = 0.0) -> io.BufferedReader[Any]:
 def check_url(key: str, url: str) -> None:
     """Raise DataError for a URL that cannot be opened as it is written.
 
-    Its secret is hidden, as in a config kept by a run, or it has a login for a store.
+    Its secret is hidden, as in a kept config, or it has a login for a store.
     """
     if is_hidden(url):
         raise DataError(
@@ -67,7 +67,7 @@ def words(error: BaseException) -> str:
 
 
 def url_to_fs(url: str, **options: Any) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path in it. HTTP uses the environment's proxy.
+    """Return the file system of a URL, by the environment's proxy for HTTP, and the path in it.
 
     Raises MissingPackageError if the store needs one, and DataError for a chain of URLs.
     """
@@ -88,8 +88,8 @@ def url_to_fs(url: str, **options: Any) -> tuple[Any, str]:
 def retried(call: Callable[[], T], failed: str, patience: float) -> T:
     """Return the result of `call`, which is called again after errors of a remote source.
 
-    Waits are as long as the server asks, else double each time, with jitter. Raises DataError that
-    begins with `failed`: at once if another try cannot help, else after `patience` seconds.
+    Waits are as long as the server asks, else double, with jitter. Raises DataError that begins
+    with `failed`: at once if another try cannot help, else after `patience` seconds.
     """
     tries = 0
     began = 0.0
@@ -121,7 +121,7 @@ def _is_final(reason: BaseException) -> bool:
 
 
 def _wait_after(reason: BaseException, tries: int) -> float:
-    """Return seconds: those that the server asks for, else twice as many each time."""
+    """Return the seconds that the server asks for, else twice as many each time."""
     response = getattr(reason, "response", None)
     headers = getattr(response, "headers", None) or getattr(reason, "headers", None) or {}
     asked = str(headers.get("Retry-After", ""))
@@ -142,7 +142,6 @@ def _reason(error: Exception) -> BaseException:
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status in an error of huggingface_hub, aiohttp or botocore."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -169,7 +168,7 @@ class _Checked:
 class RemoteReader(io.RawIOBase):
     """A file behind a URL, from any byte on, reopened after a failure.
 
-    Raises DataError if an answer is of another file than the first one.
+    Raises DataError if an answer is of another file.
     """
 
     def __init__(self, name: str, patience: float) -> None:

@@ -52,7 +52,7 @@ class Window(NamedTuple):
 def make_row(windows: Iterable[Window], seq_len: int, pad_id: int, mask_documents: bool) -> Row:
     """Return a row of windows side by side, filled up with padding.
 
-    A token predicts the next one of its window; with `mask_documents` only within its document.
+    A token predicts the next one of its window; with `mask_documents` of its document.
     """
     tokens = np.full(seq_len, pad_id, dtype=np.int64)
     labels = np.full(seq_len, IGNORE, dtype=np.int64)
@@ -173,9 +173,8 @@ class Rows(ABC):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank must know, besides the next row's number, to continue.
-
-        It is {} for rows that are a function of their number alone.
+        """Return what this rank must know, besides the next row's number, to continue; {} if
+        nothing.
         """
         return {}
 
@@ -190,7 +189,7 @@ class Rows(ABC):
     ) -> None:
         """Continue with row `position`, from the state of all ranks; {} is the start.
 
-        `phases` has the shares of a mixture's sources by their first row.
+        `phases` has a mixture's shares by first row.
         """
         # Rows that are a function of their number alone have nothing to load.
         return

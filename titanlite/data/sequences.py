@@ -46,7 +46,6 @@ class PackedDataset(Rows):
     """Sequences of one corpus by global index; they are a function of their number alone.
 
     Args:
-        corpus: the tokenized documents.
         seq_len: tokens per sequence.
         seed: with the epoch, decides the order of documents and windows.
         shuffle: a new order each epoch, else file order.
@@ -118,7 +117,7 @@ class PackedDataset(Rows):
         """Return the parts of the corpus that make a row, for each of its windows.
 
         Without a target there are none. Here it is one window of seq_len + 1 tokens from token
-        window * seq_len. Epochs are laid end to end; the last window has fewer tokens.
+        window * seq_len. Epochs are laid end to end.
         """
         size = self.corpus.size
         begin = window * self.seq_len
@@ -176,7 +175,6 @@ class PackedDataset(Rows):
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Tokens of one pass, BOS and EOS included."""
         return self.corpus.size
 
     @property
@@ -188,8 +186,8 @@ class PackedDataset(Rows):
     def total_sequences(self) -> int | None:
         """Sequences of all epochs, or None without an end.
 
-        In a mixed order a few lie past the end of the text and hold no target. So the order does
-        not depend on the number of epochs, and a run can be extended.
+        In a mixed order a few lie past the end and hold no target. So the order does not depend on
+        the number of epochs.
         """
         if self.epochs is None:
             return None
@@ -199,7 +197,6 @@ class PackedDataset(Rows):
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of texts, tokenizer and packing, without `settings`."""
         return self.corpus.fingerprint
 
     @property
@@ -233,10 +230,7 @@ class PackedDataset(Rows):
 
 
 def mix(z: Any) -> Any:
-    """Return the output function of SplitMix64 (Steele, Lea and Flood 2014) of an integer or array.
-
-    It is a bijection of 64-bit integers.
-    """
+    """Return SplitMix64's output (Steele, Lea and Flood 2014), a bijection of 64-bit integers."""
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & MASK
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & MASK
     return z ^ (z >> 31)
@@ -250,8 +244,8 @@ def epoch_key(seed: int, epoch: int) -> int:
 def epoch_order(count: int, seed: int, epoch: int, shuffle: bool = True) -> NDArray[np.int64]:
     """Return the indexes [count] in the order of `epoch`; in file order without `shuffle`.
 
-    Indexes are sorted by a hash of (seed, epoch, index), which no two of an epoch share. So the
-    order does not depend on the sort.
+    They are sorted by a hash of (seed, epoch, index), unique in an epoch, so the order does not
+    depend on the sort.
     """
     if not shuffle:
         return np.arange(count, dtype=np.int64)

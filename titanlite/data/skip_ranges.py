@@ -17,7 +17,7 @@ Range = tuple[int, int]
 def ranges_of_steps(steps: Iterable[int | str], course: Course) -> tuple[Range, ...]:
     """Return the sequences of `data.skip_steps`, steps as 120 or "200-250", from 1.
 
-    Step n takes the sequences that an undisturbed run, with this course, takes in its nth step.
+    Step n takes the sequences of the nth step of an undisturbed run of this course.
     """
     found: list[Range] = []
     for one in steps:

@@ -27,8 +27,8 @@ _SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}\b.*")
 def split_of(relative: str) -> str | None:
     """Return the split that a path below a folder names, if any.
 
-    A part `NAME-00000-of-00002` is of the split NAME if that holds a word of a split. Else words of
-    folders go before those of the file.
+    A part `NAME-00000-of-00002` is of the split NAME if that holds a word of a split. Else folders
+    go before the file.
     """
     *folders, name = PurePosixPath(relative).parts
     shard = _SHARD.fullmatch(name)

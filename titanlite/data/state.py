@@ -59,8 +59,6 @@ def check_loader(state: object) -> None:
 
 
 class _Cursor(NamedTuple):
-    """Where a lane stands, see `lanes.Place`, after `served` rows."""
-
     lane: Whole
     served: Whole
     epoch: Whole

@@ -26,7 +26,7 @@ FRESH = Progress()
 class StepSize(NamedTuple):
     """The size of a step over all ranks, with sequences of `seq_len` tokens each.
 
-    `rows` counts those of the data order, which are as long as the run's longest sequence.
+    `rows` counts those of the data order, as long as the run's longest sequence.
     """
 
     sequences: int
@@ -53,7 +53,6 @@ class Course:
 
     @classmethod
     def steady(cls, size: StepSize, done: Progress = FRESH) -> Course:
-        """Return a course of steps of one size."""
         return cls((Leg(done, size),))
 
     def leg(self, step: int) -> Leg:
@@ -67,7 +66,6 @@ class Course:
         return self.leg(step).size
 
     def tokens_after(self, step: int) -> int:
-        """Return the tokens of the run when a step is done."""
         leg = self.leg(step)
         return leg.done.tokens + (step - leg.done.steps) * leg.size.tokens
 
@@ -81,14 +79,12 @@ class Course:
         return self._last(lambda leg: leg.done.position <= position).size
 
     def steps_with_tokens(self, tokens: int) -> int:
-        """Return the fewest steps that have so many tokens together."""
         return self._fewest(tokens, lambda leg: leg.done.tokens, lambda leg: leg.size.tokens)
 
     def steps_with_rows(self, rows: int) -> int:
-        """Return the fewest steps that have so many rows together, if none is skipped."""
+        """Return the fewest steps with so many rows, if none is skipped."""
         return self._fewest(rows, lambda leg: leg.done.position, lambda leg: leg.size.rows)
 
     def _fewest(self, wanted: int, before: Callable[[Leg], int], each: Callable[[Leg], int]) -> int:
-        """`before` and `each` tell what a leg has before it, and in each of its steps."""
         found = self._last(lambda leg: before(leg) < wanted)
         return found.done.steps + -(-(wanted - before(found)) // each(found))

@@ -52,7 +52,6 @@ class StreamRows(Rows):
     Asking for them in order is fast, going back is not.
 
     Args:
-        text: the files, and how their documents become rows.
         lanes: V; None: chosen for `ranks` and kept in the state.
         shared_lanes: V of the other streams of a mixture, where `lanes` is None.
         workers: threads that tokenize; 0: the one that asks does it.
@@ -92,7 +91,6 @@ class StreamRows(Rows):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings that decide sequence i, besides the fingerprint and lanes of the state."""
         text = self.text
         settings: dict[str, Any] = {
             "seq_len": text.seq_len,
@@ -165,10 +163,7 @@ class StreamRows(Rows):
         position: int = 0,
         phases: Mapping[int, Mapping[str, float]] | None = None,
     ) -> None:
-        """Continue from these places; {} is the start.
-
-        Raises DataError if they cannot be of this stream.
-        """
+        """Continue from these places. Raises DataError if they cannot be of this stream."""
         check_stream(state, self.lanes, len(self.text.shards.names))
         lanes = state.get("lanes", self.lanes)
         if self.given_lanes not in (None, lanes):
@@ -244,8 +239,8 @@ class StreamRows(Rows):
 def default_lanes(ranks: int, shards: int) -> int:
     """Return a multiple of the data-parallel ranks, no more than shards if possible.
 
-    With enough shards it is at least `_LANES`: then a few more or fewer ranks need not read the
-    lanes of others.
+    With enough shards it is at least `_LANES`: then a few more or fewer ranks need not read others'
+    lanes.
     """
     wanted = -(-_LANES // ranks)
     return ranks * max(min(wanted, shards // ranks), 1)

@@ -79,7 +79,7 @@ def url_text(place: Place) -> Listing:
     """Return the text behind a URL, by the rules of `titanlite.data.choose_files`.
 
     If no name in a folder is one of text, all its files are read. Raises DataError, naming the key,
-    if there are none, the store cannot be asked, or a folder leaves open which are meant.
+    for no files, an unclear choice, or a store that cannot be asked.
     """
     url = place.path
     check_url(place.key, url)
@@ -126,7 +126,7 @@ def _fixed_part(pattern: str) -> str:
 
 
 def _known(found: Sequence[FoundFile], url: str, key: str) -> list[FoundFile]:
-    """Return the files with names of text, or without any all that are not hidden."""
+    """Without any names of text, return all files that are not hidden."""
     shown = [file for file in found if not is_hidden(file.base)]
     if not shown:
         raise DataError(f"{key}: there are no files at {public_name(url)}")
@@ -138,7 +138,7 @@ def hub_files(
 ) -> tuple[list[str], str, Format]:
     """Return the URLs of the files of a data set of the hub, their commit, and their kind.
 
-    `datasets` finds them as `load_dataset` does. Raises DataError, naming `key`, if it cannot.
+    `datasets` finds them. Raises DataError, naming `key`, if it cannot.
     """
     try:
         import datasets

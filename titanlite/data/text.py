@@ -72,8 +72,8 @@ def build_dataset(training: Training, data: Data, tokenizer: Tokenizer, vocab_si
 class TextReader:
     """Opens the text of a run.
 
-    `vocab_size` is the model's, `ranks` the data-parallel degree. `share` returns on all ranks what
-    a function returns on rank 0. A remote source has `patience` seconds to come back.
+    `vocab_size` is the model's, `ranks` the data-parallel degree. `share` returns rank 0's result
+    on all ranks. A remote source has `patience` seconds to come back.
     """
 
     data: Data
@@ -104,7 +104,7 @@ class TextReader:
         """Return one pass over each held-out text, in file order, by its name; "" for a single
         text.
 
-        Rows are always split, and a stream has the same lanes, so the targets are the same in every
+        Rows are always split, and a stream has the same lanes, so targets are the same in every
         run.
         """
         settings = replace_fields(self.data, shuffle=False, packing="split", lanes=_HELD_OUT_LANES)
@@ -121,7 +121,7 @@ class TextReader:
     def open_with_end(self, source: DataSource, section: str, seq_len: int) -> Rows:
         """Return the sequences of one source in its epochs, see `open`.
 
-        Raises DataError for epochs of a text whose length is not known.
+        Raises DataError for epochs of a text of unknown length.
         """
         rows = self.open(source, section, seq_len, source.epochs)
         if source.epochs is not None and rows.total_sequences is None:

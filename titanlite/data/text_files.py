@@ -44,8 +44,8 @@ _PROMPTED = ("sft_test", "sft_validation")
 class TextFiles:
     """Files of records, with paths and URLs as `names` in a fixed order.
 
-    `revision` is the commit of a data set of the hub, a part of the names. A remote source has
-    `patience` seconds to come back. Errors name the config's `key`.
+    `revision` is the commit of a data set of the hub. A remote source has `patience` seconds to
+    come back. Errors name the config's `key`.
     """
 
     names: tuple[str, ...]
@@ -85,8 +85,7 @@ class TextFiles:
     def records(self, shard: int, start: int) -> Iterator[Record]:
         """Iterate over the records of a file from row `start` on, 0 the first.
 
-        Raises DataError for bad records, naming their place, and after `patience` seconds without
-        the source.
+        Raises DataError for bad records, and after `patience` seconds without the source.
         """
         name = self.names[shard]
         for record in read_file(name, self.kind, self.columns, start, self.patience):
@@ -106,8 +105,7 @@ def find_text(
 ) -> Listing:
     """Return the files of a data set in the order of reading, see `list_text`.
 
-    A name in `BUNDLED` needs no path. Raises DataError for other names without a path, and for
-    paths without such a file.
+    Only names in `BUNDLED` need no path. Raises DataError without a path or such a file.
     """
     if path is None:
         if dataset not in BUNDLED:
@@ -129,8 +127,7 @@ def columns_of(
 ) -> Columns:
     """Return the fields of a text's records: those of the source, else those of `data`.
 
-    Bundled text has its own. A source with only a text_key has no prompts. The tokenizer brings the
-    template of messages.
+    Bundled text has its own. A source with only a text_key has no prompts.
     """
     if path is None and dataset in BUNDLED:
         return Columns("completion", "prompt") if dataset in _PROMPTED else Columns()
@@ -166,8 +163,8 @@ def iter_records(
 ) -> Iterator[Record]:
     """Iterate over the records of a path or a list of files, in order.
 
-    With `is_shared` all ranks read them, and rank 0 alone warns of those without text. Raises
-    DataError as `list_files` and `iter_rows` do, and if there is no record.
+    With `is_shared` all ranks read them, and rank 0 alone warns of files without text. Raises
+    DataError as `list_files` and `iter_rows`, and without records.
     """
     files = list_files(path) if isinstance(path, Path) else list(path)
     of_files = []

@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 
 def own_corpus(reader: TextReader, source: DataSource, section: str) -> Corpus:
-    """Tokenize the documents of the function.
-
-    Its code says nothing of its text, so its tokens are not cached.
-    """
+    """Tokenize the documents of the function, uncached: its code says nothing of its text."""
     name = source.name or ""
     columns = columns_of(reader.data, name, None, source, reader.tokenizer)
     records = own_records(name, key_of(section), columns)
@@ -32,9 +29,9 @@ def own_corpus(reader: TextReader, source: DataSource, section: str) -> Corpus:
 def own_records(function: str, key: str, columns: Columns | None = None) -> Iterator[Record]:
     """Iterate over the documents of a function by dotted path: texts, or tables with `columns`.
 
-    It must return the same documents in the same order on each rank and at each start. A document's
-    number is its place in this order. Raises DataError, naming the config's `key`, for a document
-    without a text or no documents.
+    It must return the same documents in the same order, which numbers them, on each rank and at
+    each start. Raises DataError, naming the config's `key`, for a document without a text or no
+    documents.
     """
     number = 0
     columns = columns or Columns()

@@ -21,8 +21,8 @@ ending = threading.Event()
 class Pool:
     """Runs calls in daemon threads, in order, until `stop` or until this is collected.
 
-    At its end the process waits `at_exit` seconds for a call to return: ending a thread within a
-    library may crash.
+    The process waits `at_exit` seconds for a call at its end: ending a thread within a library may
+    crash.
     """
 
     def __init__(self, most: int, name: str, at_exit: float = 1.0) -> None:

@@ -51,10 +51,8 @@ def load_corpus(  # noqa: PLR0913
 ) -> Corpus:
     """Return the tokens of `files`, from `cache` if they are there.
 
-    `workers` are threads, see `tokenize`; None takes the node's cores per rank, 8 at most. `cache`
-    is a folder, "auto" (the system's temporary folder, for large texts) or "off".
-
-    Raises DataError as `tokenize` and `workers_of` do.
+    `workers` None takes the node's cores per rank, 8 at most. `cache` is a folder, "auto"
+    (temporary files, for large texts) or "off". Raises DataError as `tokenize` and `workers_of`.
     """
     text = _Text(files, tokenizer, vocab_size, columns, kind)
     if cache == "auto" and not _are_large(files):
@@ -83,10 +81,7 @@ class _Text:
         return tokenize(self.files, self.tokenizer, self.vocab_size, workers, records)
 
     def stamp(self) -> str:
-        """Return a hash of everything that decides the tokens. A file's ctime cannot be set back.
-
-        Raises OSError for a file that cannot be asked.
-        """
+        """A file's ctime cannot be set back. Raises OSError for a file that cannot be asked."""
         from importlib import metadata
 
         columns = self.columns or Columns()
@@ -139,7 +134,7 @@ def _are_large(files: list[Path]) -> bool:
 def cache_folder(cache: str) -> Path:
     """Return the folder of `data.token_cache`, made if need be.
 
-    Raises OSError if it cannot be made, or belongs to another user.
+    Raises OSError if that fails, or it belongs to another user.
     """
     own = Path(tempfile.gettempdir(), f"titanlite-tokens-{os.getuid()}")
     try:
@@ -200,7 +195,7 @@ def _load(path: Path, text: _Text) -> Corpus | None:
 
 
 def _mapped(path: Path) -> tuple[dict[str, Any], list[NDArray[Any]]]:
-    """Return header and arrays of a file. Raises an error of Python for a damaged one."""
+    """Raises an error of Python for a damaged file."""
     with open(path, "rb") as file:
         about = parse_json(file.read(_HEADER_BYTES))
     kinds = [("<i8", about["documents"] + 1), (about["dtype"], about["tokens"])]

@@ -52,8 +52,6 @@ class TokenFiles:
     """A corpus of token files, read as one array.
 
     Args:
-        path: as the config names it, for messages.
-        tokenizer: whose BOS and EOS are in the text.
         vocab_size: of the model; no id may be as high.
         index: content of `index.json`; None: files of another program, of which only samples are
             checked at the start.
@@ -208,7 +206,7 @@ class TokenFiles:
     def sample(self) -> str:
         """Check pieces from all over the files; return a digest of them and of the sizes.
 
-        Raises DataError for an id outside the vocabulary.
+        Raises DataError for an id that is too high.
         """
         sizes = [(part.size, part.dtype.str) for part in self.parts]
         digest = hashlib.sha256(f"{ORDER}\n{sizes}".encode())
@@ -227,8 +225,8 @@ class TokenFiles:
 class TokenKeys:
     """What the config says of token files besides their path.
 
-    `fields` of records are those asked for (`text_key`, …). `records` is the folder that keeps
-    which prepared parts are whole. `dtype` of ids holds if no file tells it.
+    `fields` of records are those asked for (`text_key`, …). `records` is the folder of records of
+    whole parts. `dtype` of ids holds if no file tells it.
     """
 
     fields: Mapping[str, str | None] = field(default_factory=dict)
@@ -277,8 +275,8 @@ def open_tokens(
 ) -> TokenFiles:
     """Open token files; errors name the config's `key`.
 
-    Raises DataError for an unfinished folder, a missing or cut file, another tokenizer or fields,
-    and ids of `vocab_size` or more.
+    Raises DataError for unfinished, missing or cut files, another tokenizer or fields, and ids of
+    `vocab_size` or more.
     """
     place = Path(path)
     is_folder = not is_url(path) and place.is_dir()

@@ -19,8 +19,7 @@ class TokenHashes(Callback):
     """Ends a run whose prepared tokens are found to be damaged.
 
     A save waits up to `PATIENCE` seconds for parts that are read but not checked, unless the run is
-    asked to stop. Damage that is found later ends the run too, and the error says since when the
-    part was read.
+    asked to stop. Damage that is found later ends the run too.
     """
 
     #: Seconds.

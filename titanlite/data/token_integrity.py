@@ -59,7 +59,7 @@ class PartHashes:
     def compare(self) -> None:
         """Compare all files with their hashes, and keep a record that the part is whole.
 
-        Raises DataError for the first file that differs, OSError if one cannot be read.
+        Raises DataError for a difference, OSError if a file cannot be read.
         """
         for file, expected in self.hashes.items():
             if hash_of(file) != expected:
@@ -76,7 +76,7 @@ class PartHashes:
     def alone(self) -> Iterator[None]:
         """Let one process of this machine compare the part: the others find its record then.
 
-        Raises OSError when the process ends, or the folder of records cannot be written to.
+        Raises OSError when the process ends, or without a writable folder of records.
         """
         record = self._record()
         if record is None:
@@ -129,9 +129,9 @@ def hash_of(file: Path) -> str:
 
 
 class HashCheck:
-    """Compares the hashes of parts with their index, in the order in which they are first read.
+    """Compares the hashes of parts with their index, in the order of their first reads.
 
-    `repair` tells what to do about a damaged part, for the error.
+    `repair` tells what to do about a damaged part.
     """
 
     def __init__(self, parts: Sequence[PartHashes], repair: str) -> None:
@@ -142,10 +142,7 @@ class HashCheck:
         self._lock = threading.Lock()
 
     def begin(self, number: int) -> None:
-        """Check a part that is about to be read.
-
-        Raises DataError if a part is found to be damaged.
-        """
+        """Check a part that is about to be read. Raises DataError if one is damaged."""
         with self._lock:
             if number not in self._begun:
                 began = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -158,9 +155,9 @@ class HashCheck:
             raise self._problem
 
     def settle(self, seconds: float) -> int:
-        """Wait for the parts that are read; return how many are not checked after `seconds`.
+        """Wait for the parts that are read; return how many are unchecked after `seconds`.
 
-        Raises DataError if a part is found to be damaged.
+        Raises DataError if a part is damaged.
         """
         left = wait(list(self._begun.values()), seconds).not_done
         self.raise_found()
@@ -194,7 +191,7 @@ def check_offsets(
 ) -> None:
     """Check where documents begin in a part, [documents + 1].
 
-    Raises DataError, naming file and place, unless they ascend from 0 to the end.
+    Raises DataError, naming file and place, unless offsets ascend from 0 to the end.
     """
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != tokens:
         ends = f"{offsets[0]:,} to {offsets[-1]:,}" if len(offsets) else "nowhere"

@@ -143,11 +143,9 @@ def tokenize(
 ) -> Corpus:
     """Read and tokenize whole files.
 
-    `records` are the documents; None reads `files` in the default format. `workers` threads
-    tokenize besides this one that reads; the result is the same.
-
-    Raises DataError with file and line for the first record that is damaged or has an id of
-    `vocab_size` or more.
+    `records` None reads `files` in the default format. `workers` threads tokenize besides this one,
+    with the same result. Raises DataError with file and line for the first record that is damaged
+    or has an id of `vocab_size` or more.
     """
     digest = hashlib.sha256(f"{PACKING}\n{tokenizer.fingerprint}\n".encode())
     dtype = dtype_for(vocab_size)
@@ -181,8 +179,8 @@ def tokenize(
 def workers_of(wanted: int | None, alone: bool = False) -> int:
     """Return `wanted` threads that tokenize, else the node's cores per rank, 8 at most.
 
-    With `alone` the other ranks of this node wait meanwhile. Raises DataError if LOCAL_WORLD_SIZE
-    is no number.
+    With `alone` the node's other ranks wait meanwhile. Raises DataError if LOCAL_WORLD_SIZE is no
+    number.
     """
     if wanted is not None:
         return wanted
@@ -197,7 +195,6 @@ def workers_of(wanted: int | None, alone: bool = False) -> int:
 
 
 def _add_text(digest: hashlib._Hash, record: Record) -> int:
-    """Add the texts of a record to a hash; return their bytes."""
     texts = [(b"", record.text)]
     if record.prompt:
         texts.insert(0, (b"prompt ", record.prompt))
@@ -267,7 +264,7 @@ def encode(
 ) -> Iterator[list[Document]]:
     """Tokenize records in `workers` threads; yield some documents at a time, in order.
 
-    Raises DataError for the first bad record or impossible id, after the documents before it.
+    Raises DataError for the first bad record or id, after the documents before it.
     """
 
     def work(chunk: list[Record]) -> list[Document]:
@@ -325,8 +322,8 @@ def encode_record(
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return the ids of a document [tokens], and whether each of its first tokens is a target.
 
-    Later tokens are all targets. A prompt is encoded by itself, so that its tokens do not depend on
-    the text. It and BOS are no targets. A rendered conversation gets no other BOS or EOS. Raises
+    Later tokens are all targets. A prompt and BOS are no targets; it is encoded alone, so that its
+    tokens do not depend on the text. A rendered conversation gets no other BOS or EOS. Raises
     DataError for an id of `vocab_size` or more.
     """
     if record.prompt is None:

@@ -27,9 +27,9 @@ class ValidationLoader:
     """The same held-out batches in every pass, the same number on every rank.
 
     Batch j of rank r holds sequences (j * batch_size + k) * dp_degree + r, k = 0 … batch_size - 1;
-    those beyond the data have labels -100. With `steps=-1` that is one full pass. With `steps > 0`
-    it is the first steps * batch_size * dp_degree sequences at most. So results of different rank
-    counts compare only if that product is equal. Text without an end needs `steps > 0`.
+    those beyond the data have labels -100. `steps=-1` is one full pass. `steps > 0` is the first
+    steps * batch_size * dp_degree sequences at most: results compare only if that product is equal.
+    Text without an end needs `steps > 0`.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class ValidationLoader:
 class SequenceParts:
     """Serves each batch of a loader once for each part of its sequences, with its targets alone.
 
-    So a pass takes `parts` times as long. It works in every layout, as a model sees whole batches.
-    Equal parts, first to last, differ by one target at most.
+    So a pass takes `parts` times as long, in every layout, as a model sees whole batches. Parts,
+    first to last, differ by one target at most.
     """
 
     def __init__(self, loader: PassLoader, parts: int) -> None:

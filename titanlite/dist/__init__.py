@@ -4,8 +4,6 @@ from titanlite import exit_codes
 
 
 class ParallelismError(ValueError):
-    """A setting of this package does not fit the model, the machine or the ranks; the message says
-    why.
-    """
+    """A setting does not fit the model, machine or ranks; the message says why."""
 
     exit_code = exit_codes.CONFIG

@@ -47,7 +47,6 @@ class Farewell:
         self._watch_stores()
 
     def _watch_rendezvous(self) -> None:
-        """Note how many machines torchrun expects."""
         registry: Any = import_module(f"{_RENDEZVOUS}.registry")
         make_handler = registry.get_rendezvous_handler
 
@@ -61,9 +60,9 @@ class Farewell:
         registry.get_rendezvous_handler = noted_handler
 
     def _noted_meet(self, handler: Any) -> Callable[[], Any]:
-        """Return its `next_rendezvous`, which also tells the ranks the round of c10d's rendezvous.
+        """Return `next_rendezvous` that also tells the ranks the round of c10d's rendezvous.
 
-        The machines count restarts differently: one that follows another's restart counts none.
+        Restarts do not tell it: a machine that follows another's restart counts none.
         """
         closed: Any = import_module(f"{_RENDEZVOUS}.api")
         meet = handler.next_rendezvous
@@ -84,10 +83,7 @@ class Farewell:
         return noted_meet
 
     def _watch_stores(self) -> None:
-        """Note the store that torchrun opens.
-
-        A torch that opens it in another way leaves as it likes.
-        """
+        """A torch that opens the store in another way leaves as it likes."""
         for name in ("c10d_rendezvous_backend", "static_tcp_rendezvous"):
             module: Any = import_module(f"{_RENDEZVOUS}.{name}")
             if hasattr(module, "TCPStore"):
@@ -106,12 +102,10 @@ class Farewell:
         return noted_store
 
     def leave(self, good: bool) -> None:
-        """Tell the machine that serves the store that this one needs it no more.
+        """Tell the machine that serves the store that this one does not need it any more.
 
-        The serving machine waits for the others.
-
-        good: torchrun has ended without an error. It takes `GOOD_SECONDS` at most, or
-        `BAD_SECONDS`.
+        That machine waits for the others, `GOOD_SECONDS` at most if torchrun ended without an
+        error, else `BAD_SECONDS`.
         """
         if self._machines < 2 or self._store is None:
             return

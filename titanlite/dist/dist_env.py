@@ -41,10 +41,7 @@ T = TypeVar("T")
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks of a group, in their order. They call it together.
-
-    group: None: all ranks.
-    """
+    """Return the values of all ranks of a group, in their order. They call it together."""
     import torch.distributed as dist
 
     found: list[Any] = [None] * dist.get_world_size(group)
@@ -53,12 +50,10 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def connect_store(limit: float = RENDEZVOUS_SECONDS) -> dist.Store | None:
-    """Connect to the key-value store of the run, through which the ranks find each other; None for
-    a single process.
+    """Connect to the run's key-value store, through which the ranks find each other, if any.
 
-    Call it as soon as the process is up, so that the others know that this rank is coming. Raises
-    ParallelismError when the environment is wrong or the process may open too few files, else as
-    `run_store.register`.
+    Call it early, so that others know that this rank is coming. Raises as `run_store.register`, and
+    ParallelismError for a wrong environment or too few open files.
     """
     import torch.distributed as dist
 
@@ -268,10 +263,9 @@ class _LeftAtExit(AbstractContextManager[DistEnv]):
 
 
 def meet() -> None:
-    """Wait for all ranks by a collective on the host, which fails at once when one of them has
-    ended.
+    """Wait for all ranks by a collective on the host, which fails at once when one has ended.
 
-    Call it before process groups are made: they wait their whole timeout for a rank that has ended.
+    Call it before process groups are made: they wait their whole timeout for such a rank.
     """
     import torch
     import torch.distributed as dist
@@ -280,7 +274,7 @@ def meet() -> None:
 
 
 def log_once(level: int, text: str) -> None:
-    """Log at this level on rank 0, for the console, and at INFO on the other ranks."""
+    """Log at this level on rank 0, for the console, and at INFO elsewhere."""
     import torch.distributed as dist
 
     logger.log(logging.INFO if dist.get_rank() else level, text)
@@ -289,7 +283,7 @@ def log_once(level: int, text: str) -> None:
 def set_timeouts(seconds: float) -> None:
     """Set the collective timeout of every group of this process.
 
-    The first step may compile and warm up for minutes. After it, a stuck peer should be found soon.
+    The first step may compile for minutes. After it, a stuck peer should be found soon.
     """
     import torch.distributed as dist
 
@@ -299,7 +293,7 @@ def set_timeouts(seconds: float) -> None:
 
 @contextmanager
 def patience(seconds: float, usual: float) -> Iterator[None]:
-    """Let collectives take `seconds` inside (a save to a slow disk), and `usual` seconds again
+    """Let collectives take `seconds` inside (a save to a slow disk), and `usual` seconds
     afterwards.
 
     All ranks must leave it together.

@@ -35,14 +35,12 @@ _PATIENCE_SECONDS = 1.0
 def recording(
     folder: str, buffer_size: int, device: torch.device
 ) -> Iterator[None]:
-    """Record the last `buffer_size` collectives (0: none).
+    """Record the last `buffer_size` collectives (0: none), and keep variables that the user has
+    set.
 
-    Enter it before process groups, which read the environment.
-
-    Variables that the user has set stay. When a collective fails inside, this rank writes its
-    record to `folder`, one file per rank. "": torch's place on GPUs, none on CPUs. On GPUs NCCL's
-    watchdog writes, also on ranks that are stuck elsewhere. With gloo a rank that is not in a
-    collective leaves no record.
+    Enter it before process groups, which read the environment. When a collective fails, this rank
+    writes its record to `folder`, or for "" to torch's place on GPUs alone. NCCL's watchdog also
+    writes on ranks stuck elsewhere, gloo only within a collective.
     """
     wanted = {_ENTRIES: str(buffer_size)}
     if buffer_size > 0 and folder:

@@ -14,11 +14,10 @@ _LOCAL_INTERFACE = re.compile(r"lo|docker\d*|br-.*|virbr.*|cni\d*")
 
 
 def interface_problem(variable: str) -> str:
-    """Return what keeps other hosts from this one by the interfaces in `variable`, one of
-    `INTERFACES`; empty: nothing.
+    """Return why other hosts cannot use the interfaces in `variable`, one of `INTERFACES`; else "".
 
-    Without the variable gloo takes the address of the host's name. NCCL takes one that is not
-    local, if there is one.
+    If it is not set, gloo takes the address of the host's name, and NCCL prefers one that is not
+    local.
     """
     try:
         have = [name for _, name in socket.if_nameindex()]

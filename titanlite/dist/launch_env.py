@@ -37,11 +37,10 @@ class LaunchEnv:
 
 
 def read_launch_env(group: tuple[int, int] | None = None) -> LaunchEnv:
-    """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; a single
-    process has none.
+    """Read the rank's variables of the launcher; a single process has none.
 
-    group: rank and size of an existing process group, which stand for the variables.
-    Raises ParallelismError that names all wrong variables and the remedies.
+    `group` is rank and size of an existing process group, which replace them. Raises
+    ParallelismError that names all wrong variables and the remedies.
     """
     given = {} if group is None else {"RANK": str(group[0]), "WORLD_SIZE": str(group[1])}
     read = _Variables({**os.environ, **given})
@@ -75,8 +74,6 @@ def _address(read: _Variables) -> tuple[str, int]:
 
 
 class _Variables:
-    """Variables of the environment, and what is wrong with them."""
-
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.environ = environ
         self.problems: list[str] = []
@@ -87,7 +84,7 @@ class _Variables:
         return self.environ.get(name, default).strip()
 
     def number(self, name: str, low: int, high: int, default: int | None, meaning: str) -> int:
-        """Return a variable's number; of one that is not set `default`. None: it must be set."""
+        """A `default` of None means that the variable must be set."""
         text = self.environ.get(name)
         if text is None and default is not None and low <= default <= high:
             return default
@@ -104,7 +101,6 @@ class _Variables:
         return low
 
     def check(self) -> None:
-        """Raise ParallelismError if a variable was wrong."""
         if not self.problems:
             return
         head = "environment variable "
@@ -114,9 +110,7 @@ class _Variables:
 
 
 def this_rank() -> LaunchEnv:
-    """Return this process among the ranks, by the existing process group or else by the
-    environment.
-    """
+    """Return this process among the ranks, by the process group or else by the environment."""
     import torch.distributed as dist
 
     return read_launch_env(

@@ -23,7 +23,7 @@ def plain_local(tensor: Tensor) -> Tensor:
 
 
 def wrapper_of(tensor: Tensor) -> Any:
-    """Return torchao's wrapper of a weight that is gathered in float8, or None."""
+    """Return torchao's wrapper of a weight that is gathered in float8, if any."""
     part = plain_local(tensor)
     module = sys.modules.get("torchao.float8.fsdp_utils")
     if module is None or not isinstance(part, module.WeightWithDynamicFloat8CastTensor):
@@ -32,9 +32,7 @@ def wrapper_of(tensor: Tensor) -> Any:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return a weight without torchao's wrapper around it, on the same memory; any other tensor as
-    it is.
-    """
+    """Return a weight without torchao's wrapper, on the same memory; other tensors as they are."""
     wrapper = wrapper_of(tensor)
     if wrapper is None:
         return tensor
@@ -46,6 +44,6 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that this rank runs: its stages of a pipeline, or the model itself."""
+    """Return this rank's stages of a pipeline, or the model itself."""
     stages = getattr(model, "pipeline_stages", None)
     return [model] if stages is None else list(stages())

@@ -19,9 +19,8 @@ _FILES = 256
 
 
 def raise_file_limit(wanted: int) -> int:
-    """Let this process and its children open `wanted` files, or as many as the hard limit allows.
-
-    Return the limit.
+    """Let this process and its children open `wanted` files, or the hard limit; return the
+    limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -32,10 +31,9 @@ def raise_file_limit(wanted: int) -> int:
 
 
 def allow_files(ranks: int) -> None:
-    """Raise the limit of open files for a run on `ranks` ranks: gloo has a socket per rank and
-    group.
+    """Raise the limit of open files: gloo has a socket per rank and group.
 
-    Raises ParallelismError where the hard limit is too low.
+    Raises ParallelismError if the hard limit is too low.
     """
     needed = _FILES + _GROUPS * ranks
     # The process that serves the store has connections to all as well.
@@ -66,7 +64,7 @@ KERNELS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 
 
 def kernel_order(device_type: str) -> AbstractContextManager[object]:
-    """Let attention on GPUs try its kernels in the order of `KERNELS`; elsewhere do nothing."""
+    """Let attention on GPUs try its kernels in the order of `KERNELS`."""
     if device_type != "cuda":
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -85,18 +83,15 @@ TUNABLES = ":".join(
 
 
 def chose_malloc() -> bool:
-    """Return whether the user has chosen an allocator for the host's memory, or its settings."""
+    """Return whether the user has chosen or set an allocator for the host's memory."""
     return any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ)
 
 
 def keep_freed_memory() -> bool:
-    """Let malloc keep freed memory for the next step, for the rest of the process.
+    """Let malloc keep freed memory from now on; return whether that was possible.
 
-    Return whether that was possible.
-
-    glibc returns large blocks to the system when they are freed, and asks for them again. Each 4
-    KiB is a page fault: hundreds of thousands in a step of a small model on a CPU. The next step
-    needs as much memory as this one. Does nothing without glibc, or where `chose_malloc`.
+    glibc returns large freed blocks to the system: hundreds of thousands of page faults (4 KiB
+    each) in a CPU step. Without glibc, or after `chose_malloc`, it does nothing.
     """
     import ctypes
 

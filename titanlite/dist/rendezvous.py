@@ -47,8 +47,8 @@ def barrier(
 ) -> None:
     """Wait until all ranks call this.
 
-    Raises RendezvousError when a process is not up within `limit` seconds. One that is up must be
-    ready within `patience` seconds. It is raised at once when one has ended (`report_failure`).
+    Raises RendezvousError if a process is not up within `limit` seconds or not ready within
+    `patience`, and at once if one has ended (`report_failure`).
     """
 
     def late() -> str:
@@ -72,10 +72,7 @@ def share_from_rank_0(
 ) -> T:
     """Return on all ranks what `make` returns on rank 0, before a process group exists.
 
-    name: of the key in the store.
-
-    Rank 0 does not wait for the others. Raises RendezvousError as `barrier` does; on rank 0 what
-    `make` raises.
+    Rank 0 does not wait. Raises RendezvousError as `barrier` does; on rank 0 what `make` raises.
     """
     if rank == 0:
         made = make()
@@ -92,10 +89,9 @@ def share_from_rank_0(
 
 @contextlib.contextmanager
 def report_failure(store: dist.Store | None, rank: int, size: int) -> Iterator[None]:
-    """Around all code before `barrier`: an error that this rank raises there also ends the others,
-    with its text.
+    """Around all code before `barrier`: an error of this rank also ends the others, with its text.
 
-    Once the process group exists, the watchdog does that. store: None for a single process.
+    Once the process group exists, the watchdog does that.
     """
     try:
         yield
@@ -107,7 +103,7 @@ def report_failure(store: dist.Store | None, rank: int, size: int) -> Iterator[N
 
 
 def _tell_others(store: dist.Store, rank: int, size: int, error: BaseException) -> None:
-    """Note an error in the store, and wait until the other ranks have read it."""
+    """Waits until the other ranks have read the error."""
     reason = str(error) or type(error).__name__
     # A signal leaves no time to wait for others; most likely it has reached them as well.
     seconds = _REPORT_SECONDS if isinstance(error, Exception) else 0.0
@@ -140,9 +136,7 @@ def _wait(  # noqa: PLR0913
     patience: float,
     limit: float,
 ) -> None:
-    """Wait for a key of the store. late: tells who is missing. Each wait costs the store
-    two reads.
-    """
+    """Wait for a key of the store; `late` tells who is missing. Each wait costs two reads."""
     began = reported = time.monotonic()
     while not store.check([key]) and not store.check(["failure"]):
         now = time.monotonic()
@@ -182,11 +176,10 @@ def _missing_ranks(store: dist.Store, size: int, limit: float) -> RendezvousErro
 def connect(
     backend: str, store: dist.Store, rank: int, size: int, limit: float = RENDEZVOUS_SECONDS
 ) -> None:
-    """Make the default process group of ranks that are all up.
+    """Make the default process group of ranks that are all up, with `limit` seconds for
+    collectives.
 
-    Its collectives have `limit` seconds too.
-
-    Raises RendezvousError when the ranks cannot connect to each other.
+    Raises RendezvousError if the ranks cannot connect.
     """
     seconds = timedelta(seconds=limit)
     store.set_timeout(seconds)

@@ -28,9 +28,8 @@ def register(
 ) -> dist.Store:
     """Connect to the run's TCP store, and note there that this process is up.
 
-    address: host and port of the store. is_master: this process serves it. limit: seconds until
-    something must listen there, and as many until it must answer. Raises RendezvousError;
-    ParallelismError when this process should serve the store and the port is taken.
+    Something must listen within `limit` seconds, and answer within as many. Raises RendezvousError,
+    and ParallelismError if a serving process finds the port taken.
     """
     tcp = _open_store(rank, size, address, is_master, limit)
     # torchrun's store survives a restart of the workers, so each attempt needs its own keys:
@@ -43,7 +42,7 @@ def register(
 
 
 def near_processes(store: dist.Store, env: LaunchEnv) -> dict[int, int]:
-    """Return the process ids of the ranks of this launcher, by rank. All ranks must be up."""
+    """Return the process ids of this launcher's ranks, by rank. All ranks must be up."""
     found = {}
     first = max(0, env.rank - env.local_rank)
     for rank in range(first, min(first + env.local_world_size, env.world_size)):
@@ -96,7 +95,7 @@ def _open_store(
 
 
 def _await_listener(address: tuple[str, int], limit: float) -> None:
-    """Wait until something listens there: rank 0 may start late. Raises OSError."""
+    """Rank 0 may start late. Raises OSError."""
     until = time.monotonic() + limit
     while True:
         left = until - time.monotonic()

@@ -38,12 +38,10 @@ T = TypeVar("T")
 
 
 class StopRequested(BaseException):
-    """The run was asked to stop and did.
+    """The run was asked to stop and did: like KeyboardInterrupt, no `Exception`.
 
-    No `Exception`, like KeyboardInterrupt: it is not an error.
-
-    step: steps done. saved: nothing of them is lost. together: all ranks raise it at the same
-    place.
+    `step` counts steps done. `saved` says that none is lost, `together` that all ranks raise it at
+    the same place.
     """
 
     def __init__(
@@ -56,7 +54,6 @@ class StopRequested(BaseException):
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the process: whether all steps are in a checkpoint."""
         return exit_codes.PREEMPTED if self.saved else exit_codes.PREEMPTED_UNSAVED
 
 
@@ -206,10 +203,7 @@ class StopSignal:
             raise KeyboardInterrupt
 
     def _print(self, text: str) -> None:
-        """Print it once for all ranks.
-
-        A handler may interrupt a write to the log, so it does not use that.
-        """
+        """Print once for all ranks, not by the log: a handler may interrupt a write to it."""
         if os.environ.get("RANK", "0") == "0":
             os.write(2, f"{text}\n".encode())
 
@@ -221,9 +215,7 @@ class StopSignal:
 
 
 def _ask_all(mine: bool) -> Callable[[], bool]:
-    """Start to ask all ranks; the function returned waits for the answer, whether any of them says
-    yes.
-    """
+    """Start to ask all ranks; return what waits for the answer."""
     import torch
     import torch.distributed as dist
 
@@ -243,11 +235,9 @@ def _ask_all(mine: bool) -> Callable[[], bool]:
 
 
 def exit_on_signals(*numbers: signal.Signals) -> None:
-    """End the process at once with exit code 5 on these signals, while it only imports: nothing is
-    lost yet.
+    """End the process at once with exit code 5 on these signals, while nothing can be lost yet.
 
-    A later handler (`StopSignal`, torchrun) replaces it. Signals that were blocked until now
-    (`hold_signals`) count.
+    A later handler (`StopSignal`, torchrun) replaces it. Signals blocked by `hold_signals` count.
     """
     _install(numbers, _exit_now)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
@@ -274,11 +264,9 @@ def _exit_now(number: int, frame: FrameType | None) -> None:
 
 
 def end_with_parent(number: signal.Signals, parent: int | None = None) -> None:
-    """Let the kernel send this process a signal when its parent has ended, for any reason.
+    """Let the kernel (Linux only) send this process a signal when its parent thread has ended.
 
-    Linux only; elsewhere nothing happens. The parent is the thread that started this process.
-    `parent`: its process id, for a process that takes long to start; its parent may have ended
-    before this call.
+    `parent` is its process id, for a process that starts slowly: the parent may have ended before.
     """
     import ctypes
 

@@ -26,8 +26,7 @@ _PORT = 7777
 
 
 def sagemaker_job(base: Path) -> tuple[list[str], dict[str, str]]:
-    """Return the command and the environment variables of a SageMaker training job, as its toolkit
-    sets them.
+    """Return the command and variables of a SageMaker training job, as its toolkit sets them.
 
     base: /opt/ml. The hyperparameter `config_file` is the config; others are `section.key`. The
     first host has rank 0.
@@ -74,7 +73,7 @@ def sagemaker_job(base: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def _hyperparameter(value: Any) -> str:
-    """Return a hyperparameter as a word of a command line; null is an empty word."""
+    """Return a word of a command line; null is an empty word."""
     # The SDK writes JSON, other callers plain text.
     with contextlib.suppress(ValueError):
         value = parse_json(value)

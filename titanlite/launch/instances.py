@@ -8,8 +8,7 @@ from titanlite.plan.hardware import Instance
 
 
 def network_environment(instance: Instance | None, *, efa: bool = True) -> dict[str, str]:
-    """Return the variables of NCCL and libfabric for the network of an instance type; None: none
-    are known.
+    """Return the variables of NCCL and libfabric for an instance type; None: none are known.
 
     efa: with those of EFA; a single machine needs none.
     """

@@ -42,7 +42,6 @@ class Job(NamedTuple):
 
     @property
     def launch(self) -> Launch:
-        """The section of the config."""
         return self.run.launch
 
     @property
@@ -59,8 +58,7 @@ class Job(NamedTuple):
 def render(template: str, job: Job, values: Mapping[str, Any]) -> str:
     """Return a file of `deploy/` with its variables filled in; an unknown one is an error.
 
-    Raises ConfigError for a value with a control character: a new line would begin a statement of
-    the job.
+    Raises ConfigError for a control character: a new line would begin a statement of the job.
     """
     _refuse_control_characters(job)
     environment = templates(_TEMPLATES, keep_trailing_newline=True)
@@ -95,7 +93,7 @@ def _refuse_control_characters(job: Job) -> None:
 
 
 def _texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each text in nested tables and lists, names of table entries too, with its place."""
+    """Yield each text with its place, names of entries too."""
     if isinstance(value, str):
         yield place, value
     elif isinstance(value, Mapping):
@@ -109,9 +107,8 @@ def _texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _sbatch_word(text: str) -> str:
-    """Return a text as one word of an `#SBATCH` line.
-
-    Slurm reads a backslash as an escape also within quotes.
+    """Return a word of an `#SBATCH` line: Slurm reads a backslash as an escape also within
+    quotes.
     """
     return shlex.quote(text).replace("\\", r"\\")
 

@@ -109,10 +109,7 @@ def _folder(job: Job) -> str:
 
 
 def _name(job: Job) -> str:
-    """Return the name of the job: a host name, with room for that of a pod.
-
-    Two run folders have two names.
-    """
+    """Return a host name with room for that of a pod; two run folders have two."""
     name = re.sub(r"[^a-z0-9-]+", "-", job.name)
     if not name[0].isalpha():
         name = f"run-{name}"
@@ -185,7 +182,6 @@ def _values_of_others(job: Job, values: dict[str, Any]) -> Iterator[tuple[str, s
 
 
 def _unmounted(job: Job, checkpoints: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the folders of the run that are on no volume. checkpoints: the folder as written."""
     paths = list(job.launch.volumes.values())
     folder = job.run.job.dump_folder
     folders = {"job.dump_folder": folder}

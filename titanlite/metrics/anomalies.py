@@ -55,17 +55,16 @@ class AnomalyLog:
         self._returned = (-1, 0)
 
     def skipped(self, bad: BadStepError, fetched: Fetched) -> None:
-        """Report a step whose update was skipped."""
         self._write(bad, "skip", fetched, ". Skipped")
 
     def stopped(self, bad: BadStepError, fetched: Fetched) -> None:
-        """Record the step that ends the run; the caller logs it."""
+        """The caller logs it."""
         self._write(bad, "stop", fetched)
 
     def rolled_back(
         self, bad: BadStepError, fetched: Fetched, step: int, data: dict[str, Any]
     ) -> None:
-        """Report a return to the checkpoint of `step`, where the loader's state was `data`."""
+        """data: the loader's state in the checkpoint of `step`."""
         skipped = steps_text(data["next_sequence"], fetched.after["next_sequence"], self._course)
         words = (
             f". Rolled back to the checkpoint of step {step}, without the data of steps {skipped} "
@@ -82,7 +81,7 @@ class AnomalyLog:
         self._returned = step, times
 
     def mark_suspect(self, bad: BadStepError, newest: int) -> str:
-        """Return why a rollback for `bad` must not use the checkpoint of step `newest`; "" if it
+        """Return why a rollback for `bad` must not use the checkpoint of step `newest`; "": it
         may.
         """
         step, times = self._returned
@@ -125,7 +124,7 @@ class AnomalyLog:
         self._log.write(row)
 
     def _documents(self, sequences: Sequence[int]) -> dict[str, list[Any]]:
-        """Return the documents of each sequence, without those that fill up the last step."""
+        """Return each sequence's documents, without those that fill up the last step."""
         total = self._dataset.total_sequences
         found = {}
         for number in sequences:
@@ -135,8 +134,9 @@ class AnomalyLog:
 
 
 def check_weights(bad: BadStepError, model: nn.Module) -> None:
-    """Raise WeightsError where the weights themselves are not finite: every later step would be
-    skipped too. All ranks call it together.
+    """Raise WeightsError where weights are not finite: every later step would be skipped too.
+
+    All ranks call it together.
     """
     from titanlite.checkpoint.storage import find_nonfinite, gather
 
@@ -168,7 +168,9 @@ def explain(bad: BadStepError, model: nn.Module, runner: Runner, fetched: Fetche
 
 def steps_text(first: int, end: int, course: Course) -> str:
     """Return sequences [first, end) as steps of the data order, as `data.skip_steps` takes them:
-    "7" or "6-8". course: of an undisturbed run.
+    "7" or "6-8".
+
+    course: of an undisturbed run.
     """
     begin = course.steps_with_rows(first + 1)
     last = course.steps_with_rows(end)

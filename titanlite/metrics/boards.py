@@ -16,9 +16,8 @@ _CLOSE_SECONDS = 10.0
 
 
 class BackgroundWriter:
-    """Base class: `send` of a subclass runs in the thread, over all rows until the end.
-
-    The first error ends it with one warning.
+    """Base class: `send` of a subclass runs in the thread, whose first error ends it with a
+    warning.
     """
 
     #: In messages; and the advice that follows the message of an error.
@@ -43,20 +42,19 @@ class BackgroundWriter:
         raise NotImplementedError
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand values by name to the thread, and return."""
         if not self._ended:
             self._rows.put((step, dict(values)))
 
     def stop(self, failed: bool = False) -> None:
-        """Have the thread send the rest and end, and return. `close` waits for it."""
+        """Let the thread send the rest; `close` waits for it."""
         if self._stopped_at is None:
             self._stopped_at = time.monotonic()
             self.failed = failed
             self._rows.put(None)
 
     def close(self, failed: bool = False) -> None:
-        """Send the rest and end. Give up ten seconds after `stop`, or `failed_seconds` when the
-        run failed.
+        """Send the rest and end: within ten seconds of `stop`, or `failed_seconds` if the run
+        failed.
         """
         if self._ended:
             return
@@ -84,7 +82,7 @@ class BackgroundWriter:
 
 
 def close_all(boards: Sequence[BackgroundWriter], failed: bool) -> None:
-    """Close boards beside each other, so that their limits of time do not add up."""
+    """Close boards together, so that their limits of time do not add up."""
     for board in boards:
         board.stop(failed)
     for board in boards:
@@ -125,9 +123,7 @@ _FLUSH_SECONDS = 10
 
 
 def tags(row: Mapping[str, float]) -> dict[str, float]:
-    """Return a row of metrics.jsonl under the tags of dashboards, without the keys that
-    have none.
-    """
+    """Return a row of metrics.jsonl under the tags of dashboards, without keys that have none."""
     found = {}
     for key, value in row.items():
         if key.startswith(_TAGS):
@@ -141,7 +137,7 @@ class TensorBoard(BackgroundWriter):
     """Writes into a dated subfolder of `folder`, within about ten seconds.
 
     purge_step: first step that will be written. A resumed run (over 1) continues in the newest
-    subfolder. TensorBoard forgets the values there from this step on. A new run begins a subfolder.
+    subfolder, and TensorBoard forgets the values there from this step on.
     """
 
     name = "TensorBoard"

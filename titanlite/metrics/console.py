@@ -33,7 +33,7 @@ _FIELD = re.compile(rf"(?<!\S)({'|'.join(FIELD_COLORS)}): +\S+")
 
 
 class ConsoleHandler(_StreamHandler):
-    """Writes the log lines of one rank. `color` says whether escape codes may go to the stream.
+    """Writes the log lines of one rank. `color`: escape codes may go to the stream.
 
     A step line has `figures` (`extra={"figures": …}`), and its fields have colours.
     """
@@ -49,9 +49,7 @@ class ConsoleHandler(_StreamHandler):
         self.setFormatter(logging.Formatter("%(message)s"))
 
     def target(self) -> TextIO:
-        """Return the stream that lines go to now: a notebook or a test may have replaced
-        sys.stdout.
-        """
+        """Return the stream: a notebook or a test may have replaced sys.stdout."""
         return sys.stdout if self.given is None else self.given
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -76,13 +74,10 @@ class ConsoleHandler(_StreamHandler):
 
 
 def setup_console(rank: int, color: bool | None = None, stream: TextIO | None = None) -> None:
-    """Send the `titanlite` logger to `stream` (None: standard output).
-
-    A second call replaces the first.
+    """Send the `titanlite` logger to `stream` (None: standard output), in place of an earlier call.
 
     Rank 0 shows INFO and up, others WARNING and up. color: None means on a terminal, unless
-    NO_COLOR or
-    FORCE_COLOR say otherwise. With TERM=dumb there are none.
+    NO_COLOR, FORCE_COLOR or TERM=dumb say otherwise.
     """
     if (before := console_handler()) is not None:
         logger.removeHandler(before)
@@ -93,8 +88,7 @@ def setup_console(rank: int, color: bool | None = None, stream: TextIO | None = 
 
 
 def ensure_console(rank: int) -> None:
-    """Call `setup_console` where nothing shows the log: in a plain script or a notebook without its
-    own logging.
+    """Call `setup_console` where nothing shows the log: in a plain script or a notebook.
 
     A notebook's server may have a handler for warnings alone. A logger with a level is somebody's
     choice, and stays.
@@ -106,7 +100,7 @@ def ensure_console(rank: int) -> None:
 
 
 def console_handler() -> ConsoleHandler | None:
-    """Return the handler of `setup_console`, if that was called."""
+    """Return the handler of `setup_console`; None: it was not called."""
     return next(
         (handler for handler in logger.handlers if isinstance(handler, ConsoleHandler)), None
     )

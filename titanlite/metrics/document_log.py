@@ -35,9 +35,7 @@ class DocumentLog(Callback):
         self._share = share or (0, 1)
 
     def on_start(self, trainer: Trainer) -> None:
-        """Continue after the last step of the checkpoint, or begin a new log. Rank 0 does so for
-        all ranks.
-        """
+        """Continue after the checkpoint's last step, or begin anew: rank 0 for all."""
         if self._log is not None:
             folder = self._log.path.parent
             folder.mkdir(parents=True, exist_ok=True)

@@ -35,9 +35,8 @@ def verdict(states: Sequence[RankState]) -> tuple[list[RankState], str]:
     """Return the ranks to blame (none where none stands out), and a sentence about them.
 
     A rank that waits in a collective is not to blame. The blame goes, in this order, to a rank that
-    raised, one that does not answer, or one that has left. Last comes one at an earlier place of
-    the program than the others. Among ranks at the same place it is the one that is not in a
-    collective.
+    raised, does not answer, has left, or is at an earlier place of the program. Among ranks at the
+    same place it is the one that is not in a collective.
     """
     if raised := [s for s in states if s.end == "raised"]:
         first = raised[0]
@@ -78,7 +77,6 @@ def _behind(running: Sequence[RankState], size: int) -> list[RankState]:
 
 
 def _who(states: Sequence[RankState], one: str, many: str) -> str:
-    """Return the ranks by name, and the verb."""
     if len(states) == 1:
         return f"{states[0].name} {one}"
     more = f" and {len(states) - _NAMED} more" if len(states) > _NAMED else ""

@@ -36,9 +36,7 @@ _NAMED = 5
 
 @dataclass(frozen=True)
 class Finding:
-    """What was not finite (NaN or an infinity) first when a step was run again; equal on
-    all ranks.
-    """
+    """What was not finite first when a step was run again; equal on all ranks."""
 
     #: weights: they were not finite before the step. forward, backward: a module computed it. loss:
     #: all activations are finite, the loss is not. reduction: gradients became so when they were
@@ -87,7 +85,7 @@ def diagnose_nonfinite(
     first.
 
     micro_batches: this rank's, on the model's device, as `train_step` took them; the weights must
-    be those of then. All ranks call it together, and all get the same finding. Compiled parts run
+    be those of then. All ranks call it together, and get the same finding. Compiled parts run
     uncompiled. Gradients that the model holds are lost.
     """
     model.zero_grad(set_to_none=True)
@@ -131,7 +129,6 @@ def _first(model: nn.Module, recorder: _Recorder, loss_is_finite: bool) -> Findi
 
 
 def _parameter_finding(stage: Stage, mine: Sequence[str]) -> Finding | None:
-    """Return a finding about parameters, if any rank names some."""
     names = gather_objects(mine)
     ranks = tuple(rank for rank, found in enumerate(names) if found)
     if not ranks:
@@ -145,8 +142,6 @@ def _finite(tensor: torch.Tensor) -> bool:
 
 
 class _Event(NamedTuple):
-    """A value of this rank's run that is checked."""
-
     #: Micro-batch, and number of values that were checked before it in this stage of the
     #: micro-batch.
     order: tuple[int, int]
@@ -154,10 +149,7 @@ class _Event(NamedTuple):
 
 
 class _Recorder:
-    """Hooks on every module that check its outputs in order.
-
-    The device is read once, by `first_events`.
-    """
+    """Hooks that check the outputs of modules in order, without reading the device."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -168,7 +160,6 @@ class _Recorder:
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Record the passes of the model inside."""
         handles = [self._model.register_forward_pre_hook(self._begin)]
         for name, module in self._model.named_modules():
             parts = name.split(".")
@@ -181,7 +172,7 @@ class _Recorder:
                 handle.remove()
 
     def first_events(self) -> dict[Stage, _Event]:
-        """Return this rank's first value that was not finite, by stage."""
+        """Read the device once; return this rank's first bad value by stage."""
         if not self._checks:
             return {}
         finite = torch.stack([flag for *_, flag in self._checks]).tolist()
@@ -197,7 +188,6 @@ class _Recorder:
         self._in_forward = True
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        """Check what a module returns, and its gradient when it is there."""
         if not self._in_forward:  # activation checkpointing runs the module again
             return
         for tensor in tree_leaves(output):

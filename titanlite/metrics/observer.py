@@ -32,25 +32,17 @@ if TYPE_CHECKING:
 
 
 class Figures(Protocol):
-    """Figures of a logged step that are computed from sums over all ranks: of sources, of
-    experts.
-    """
+    """Figures of a logged step from sums over all ranks, as of sources or experts."""
 
     def sums(self) -> torch.Tensor:
-        """Return this rank's part of the sums since the last call: [any number] float64 on the
-        device.
-        """
+        """Return this rank's sums since the last call: [any number] float64 on the device."""
         ...
 
-    def figures(self, trainer: Trainer, sums: list[float]) -> dict[str, float]:
-        """Return entries of metrics.jsonl from the sums over all ranks."""
-        ...
+    def figures(self, trainer: Trainer, sums: list[float]) -> dict[str, float]: ...
 
 
 class MetricsLogger(Callback):
-    """Turns steps into figures.
-
-    Between two logs it only keeps time: it reads no device and communicates nothing.
+    """Turns steps into figures. Between two logs it reads no device and does not communicate.
 
     toml: the resolved config, without secrets. meter: of this rank. gc_seconds: seconds of garbage
     collection since its last call. more: figures that are sums over all ranks (`Figures`).
@@ -84,7 +76,6 @@ class MetricsLogger(Callback):
         self._first_step = 1
 
     def on_start(self, trainer: Trainer) -> None:
-        """Continue (or begin) the records."""
         step, loaded = trainer.step, trainer.loaded
         folder = Path(self._job.dump_folder)
         # A run that begins at a step of another folder's run is not that of the records here
@@ -107,7 +98,7 @@ class MetricsLogger(Callback):
         self._begin(trainer)
 
     def on_rollback(self, trainer: Trainer) -> None:
-        """Drop what was recorded after the checkpoint. Trackers keep what they have."""
+        """Drop later records. Trackers keep what they have."""
         self._first_step = trainer.step + 1
         if self._jsonl:
             self._jsonl.truncate_after(trainer.step)
@@ -126,7 +117,6 @@ class MetricsLogger(Callback):
             self._meter.enter("work")
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        """Read and show the figures of a step that is logged."""
         self._meter.step_done(trainer.parts.course.size(trainer.step))
         if self._is_logged(trainer.step, trainer.steps):
             self._logs += 1
@@ -161,9 +151,8 @@ class MetricsLogger(Callback):
         logger.info(f"checkpoint of step {step} written to {folder} in {human_time(seconds)}")
 
     def on_end(self, trainer: Trainer, end: RunEnd) -> None:
-        """Close all records.
-
-        Of a run that failed, within two seconds: other ranks leave after three.
+        """Close all records; of a failed run within two seconds, as other ranks leave after
+        three.
         """
         failed = end.state not in ("done", "preempted")
         boards = self._boards()
@@ -173,11 +162,10 @@ class MetricsLogger(Callback):
             close_all(boards, failed)
 
     def run_ids(self) -> dict[str, str]:
-        """Return where the run is recorded: service → id of the run there. Rank 0 knows."""
+        """On rank 0: return service → id of the run there."""
         return {tracker.key: tracker.run_id for tracker in self._trackers if tracker.run_id}
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Write a row to metrics.jsonl, TensorBoard and the trackers."""
         if self._jsonl:
             self._jsonl.write({"step": step, "time": time.time(), **row})
         boards = self._boards()
@@ -218,11 +206,9 @@ class MetricsLogger(Callback):
         self._trackers = [doors.load(doors.place_of("trackers", name) or "")(run) for name in names]
 
     def _is_logged(self, step: int, steps: int) -> bool:
-        """Whether a step is logged: the first, the last and every `log_freq` steps."""
         return step % self._metrics.log_freq == 0 or step in (self._first_step, steps)
 
     def _request_layer_norms(self, trainer: Trainer) -> None:
-        """Have the next step compute gradient norms by layer, with every so many logs."""
         every = self._metrics.layer_norms
         step = trainer.step + 1
         wanted = every > 0 and self._logs % every == 0 and self._is_logged(step, trainer.steps)
@@ -265,7 +251,7 @@ class MetricsLogger(Callback):
         reset_peak(self._world.device)
 
     def _show(self, step: int, row: Mapping[str, float], reading: Reading, waits: float) -> None:
-        """Print the line of a step. waits: share of the time that waits for data, in percent."""
+        """waits: for data, in percent of the time."""
         shown = {"step": step, "samples_per_second": reading.samples_per_second, **row}
         shown["waits_percent"] = waits
         if reading.seconds_left is not None:
@@ -278,7 +264,6 @@ class MetricsLogger(Callback):
                 print(aws_fsdp_line(shown, datetime.now()), flush=True)
 
     def _warn(self, step: int, waits: float, warning: str) -> None:
-        """Log warnings of a step. warning: of ranks that are slow, "" for none."""
         # The first window has the start of the loader.
         if waits > SLOW_DATA and step != self._first_step and not self._slow_data:
             self._slow_data = True
@@ -291,10 +276,9 @@ class MetricsLogger(Callback):
             logger.warning(f"step {step}: {warning}")
 
     def _reduce(self, result: StepResult, parts: Sequence[torch.Tensor]) -> _Reduced:
-        """Return the figures of a step over all ranks. parts: what is summed besides.
+        """Use one all-reduce and one reading of the device. parts: what is summed besides.
 
-        One all-reduce and one reading of the device. Every rank has its own place, where the others
-        have zero.
+        Every rank has its own place, where the others have zero.
         """
         size, rank = self._world.size, self._world.rank
         times = torch.zeros(3, size, dtype=torch.float64)
@@ -320,8 +304,6 @@ class MetricsLogger(Callback):
 
 
 class _Reduced(NamedTuple):
-    """Figures of a step over all ranks."""
-
     #: Seconds of each rank in a step: in its own work, and waiting for data.
     work: list[float]
     waits: list[float]
@@ -335,7 +317,7 @@ class _Reduced(NamedTuple):
 
 
 def _measured_again(trainer: Trainer) -> list[str]:
-    """Return figures of the step of a checkpoint that the run begins with."""
+    """Return figures of the step of the checkpoint that the run begins with."""
     found = []
     if "validation" in trainer.owed:
         found.append("validation_loss")
@@ -345,9 +327,6 @@ def _measured_again(trainer: Trainer) -> list[str]:
 
 
 def _keep_earlier(path: Path) -> None:
-    """Rename the metrics of an earlier run in this folder, so that they are neither lost nor mixed
-    with ours.
-    """
     if not path.exists() or not path.stat().st_size:
         return
     number = 1

@@ -57,7 +57,6 @@ class RankState:
         return f", at {self.stack[0]}" if self.stack else ""
 
     def at(self) -> str:
-        """Return the last column of the table."""
         if self.end:
             return {
                 "raised": self.text.partition("\n")[0],

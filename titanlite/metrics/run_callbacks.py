@@ -23,16 +23,13 @@ if TYPE_CHECKING:
 
 
 def has_new_size(trainer: Trainer) -> bool:
-    """Whether the step under way has another size than the one before, and so may compile again."""
+    """Whether the step's size differs from the one before, so that it may compile again."""
     course = trainer.parts.course
     return course.size(trainer.step) != course.size(trainer.step - 1)
 
 
 class Watchdog(Callback):
-    """Tells the hang watchdog what this rank does.
-
-    entered: the caller has entered it, and leaves it.
-    """
+    """Tells the hang watchdog what this rank does. entered: the caller enters and leaves it."""
 
     def __init__(self, watch: HangWatchdog, entered: bool) -> None:
         self.watch = watch
@@ -110,8 +107,7 @@ class CompileReport(Callback):
 
 
 class AttemptRecord(Callback):
-    """Records on rank 0 that an attempt starts, what it saves and how it ends
-    (`titanlite.runs.record`).
+    """Records on rank 0 that an attempt starts, saves and ends (`titanlite.runs.record`).
 
     toml: the resolved config. watch: when another rank has raised, it ends this process, and
     records that first.
@@ -164,9 +160,7 @@ class AttemptRecord(Callback):
             )  # what is kept, should the run end now
 
     def on_end(self, trainer: Trainer, end: RunEnd) -> None:
-        """Record the end. The first call counts: the watchdog may call it before the
-        trainer does.
-        """
+        """The first call counts: the watchdog may call it before the trainer does."""
         if self._record:
             code = exit_codes.DONE if end.error is None else exit_codes.code_of(end.error)
             self._record.end(
@@ -174,15 +168,12 @@ class AttemptRecord(Callback):
             )
 
     def _tokens_at(self, trainer: Trainer, step: int) -> int:
-        """Tokens seen when `step` was done."""
         later = range(step + 1, trainer.done + 1)
         return trainer.tokens_seen - sum(trainer.parts.course.size(one).tokens for one in later)
 
 
 class GarbageCollection(Callback):
-    """Collects every `every` steps on all ranks; otherwise the pause of one rank makes all others
-    wait.
-    """
+    """Collects every `every` steps on all ranks: the pause of one rank makes all others wait."""
 
     def __init__(self, every: int) -> None:
         self._every = every

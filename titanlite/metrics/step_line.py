@@ -16,9 +16,7 @@ Figures = Mapping[str, float]
 
 
 def shown_memory(f: Figures) -> tuple[float, float]:
-    """Return GiB and percent: with an allocator of what it has reserved, which the device has no
-    longer free.
-    """
+    """Return GiB and percent, with an allocator of what it has reserved."""
     kind = "reserved" if "reserved_gib" in f else "memory"
     return f[f"{kind}_gib"], f[f"{kind}_percent"]
 
@@ -50,8 +48,8 @@ def titan_line(f: Figures) -> str:
 
 
 def aws_fsdp_line(f: Figures, now: datetime) -> str:
-    """Return the line of the AWS FSDP samples, which HyperPod's monitors look for; whole, with its
-    own time stamp.
+    """Return the line of the AWS FSDP samples, which HyperPod's monitors look for, with a time
+    stamp.
 
     `train.py:103` is what those samples print; parsers of such logs expect a file and a line there.
     """

@@ -18,15 +18,14 @@ _LOGS_BETWEEN = 50
 
 
 class StragglerDetector:
-    """Finds the rank that the others wait for, by each rank's own work without the time that it
-    waits for others.
+    """Finds the rank that the others wait for, by each rank's own work without its waits for
+    others.
 
-    Ranks of a synchronous run all take the same time for a step. A rank that is late in one
-    collective makes every other rank wait there. So step times tell nothing; the time that a rank
-    would take alone does. On a CPU that is the CPU time of its training thread plus its waiting for
-    data. Waiting in a collective takes no CPU time. On a GPU it is the waiting for data, and the
-    time of the model's head on the device for the latest micro-batch. All ranks multiply the same
-    matrices there, without communication.
+    A rank that is late in one collective makes every other rank wait there, so step times are equal
+    and tell nothing. On a CPU the work is the CPU time of the training thread, which a collective
+    does not take, plus waiting for data. On a GPU it is the waiting for data, and the time of the
+    model's head on the device for the latest micro-batch. All ranks multiply the same matrices
+    there, without communication.
 
     device: of this rank. head: the module that computes the logits; without one only the data waits
     of a GPU's rank are known.
@@ -54,9 +53,8 @@ class StragglerDetector:
     ) -> tuple[dict[str, float], str]:
         """Compare the readings of all ranks since the last log.
 
-        Return the figures under the keys of metrics.jsonl, none where all readings are
-        zero. Also return a warning about a rank that was behind in each of the latest
-        logs, or "".
+        Return the figures under the keys of metrics.jsonl, none where all readings are zero, and a
+        warning about a rank that was behind in each of the latest logs, or "".
         """
         if self._cuda:
             usual = median_low(work)
@@ -97,9 +95,7 @@ class StragglerDetector:
 
 
 class _HeadTimer:
-    """Measures the latest forward pass of one module on the GPU, with two events that are recorded
-    again each time.
-    """
+    """Measures a module's latest forward pass on the GPU, with the same two events."""
 
     def __init__(self, module: nn.Module) -> None:
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

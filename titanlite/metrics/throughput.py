@@ -65,15 +65,14 @@ class Throughput:
         self._begin_window()
 
     def step_done(self, size: StepSize) -> None:
-        """Call after each step."""
         self._steps += 1
         self._done_sequences += size.sequences
         self._done_tokens += size.tokens
         self._done_flops += size.tokens * self._flops_per_token[size.seq_len]
 
     def enter(self, kind: str) -> None:
-        """Say what begins: "work" of a step; waiting for "data", a part of the step; or a pause,
-        which is none, by its name: "validate", "save".
+        """Say what begins: "work" of a step; waiting for "data", a part of the step; or a pause, by
+        its name: "validate", "save".
 
         On a GPU begin a pause after a reading: otherwise it contains the steps that the device
         still works on.
@@ -87,18 +86,18 @@ class Throughput:
         self._cpu_since = cpu
 
     def own_seconds(self) -> tuple[float, float]:
-        """Return this rank's CPU time in steps, and its waiting for data, in seconds per step of
-        the window so far.
+        """Return this rank's CPU time in steps, and its waiting for data, in seconds per step so
+        far.
 
-        Of the calling thread, which is to be the one that trains. Waiting in a collective takes no
-        CPU time.
+        The calling thread must be the one that trains. Waiting in a collective takes no CPU time.
         """
         self.enter(self._kind)
         return self._cpu["work"] / self._steps, self._seconds["data"] / self._steps
 
     def read(self, tokens_left: int) -> Reading:
-        """Return the means since `start` or the last reading, at least a step ago, and begin a new
-        window. tokens_left: of the steps to come.
+        """Return the means since the last reading, at least a step ago, and begin a new window.
+
+        tokens_left: of the steps to come.
         """
         self.enter(self._kind)
         steps = self._steps
@@ -179,9 +178,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def total_memory_bytes(device: torch.device) -> int:
-    """Return the memory of the device; for the CPU that of the machine, or its container's limit if
-    that is lower.
-    """
+    """Return the memory of the device; for the CPU that of the machine or its container's limit."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -192,7 +189,6 @@ def total_memory_bytes(device: torch.device) -> int:
 
 
 def _proc_field(path: str, name: str) -> str:
-    """Return the first value of that name in a file of /proc; "" where there is none."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path(path).read_text().splitlines()

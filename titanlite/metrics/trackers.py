@@ -22,8 +22,8 @@ RUN_IDS = {"wandb": "WANDB_RUN_ID", "mlflow": "MLFLOW_RUN_ID", "comet": "COMET_E
 class TrackedRun:
     """A run as services show it.
 
-    folder: of the run. config: nested tables, without secrets. resumed: the run continues at a
-    step over 1, so that a service continues the same tracked run.
+    folder: of the run. config: nested tables, without secrets. resumed: a service continues the
+    same tracked run.
     """
 
     folder: Path
@@ -50,7 +50,7 @@ class Tracker(BackgroundWriter):
 
     @property
     def id_file(self) -> Path:
-        """The file that holds the run's id, so that a resumed run continues the same one."""
+        """The file that keeps the run's id for a resume."""
         return Path(self.run.folder) / f"{self.key}-run-id"
 
     def known_id(self) -> str:
@@ -63,7 +63,6 @@ class Tracker(BackgroundWriter):
         return ""
 
     def keep_id(self, run_id: str) -> None:
-        """Keep the id for a resume."""
         self.run_id = run_id
         atomic_write(self.id_file, f"{run_id}\n")
 

@@ -49,7 +49,6 @@ class WandbTracker(Tracker):
         run.finish(exit_code=int(self.failed))
 
     def _ours(self) -> dict[str, Any]:
-        """Return the settings that the environment does not give."""
         given = {
             "WANDB_PROJECT": ("project", PROJECT),
             "WANDB_NAME": ("name", self.run.name),

@@ -84,7 +84,6 @@ _looks = threading.Lock()
 
 
 def _is_common(error: BaseException) -> bool:
-    """Return whether all ranks raise this error together."""
     by_python = (KeyboardInterrupt, SystemExit, GeneratorExit)
     return isinstance(error, (StopRequested, *by_python)) or getattr(error, "together", False)
 
@@ -151,11 +150,10 @@ class HangWatchdog:
         self._thread: threading.Thread | None = None
 
     def phase(self, name: str, step: int | None = None) -> None:
-        """Take note that this rank begins a phase: data, forward, backward, ...
+        """Note that this rank begins a phase: data, forward, backward, ...
 
-        All ranks call it in the same order.
-
-        Costs about half a microsecond. step: number of the step where another one begins.
+        All ranks call it in the same order. Costs about half a microsecond. step: number of a step
+        that begins.
         """
         old, place, before, since = self._now
         now = time.monotonic()
@@ -175,7 +173,6 @@ class HangWatchdog:
 
     @property
     def where(self) -> str:
-        """The latest phase of this rank, as "backward of step 3"."""
         return RankState(0, step=self._now[0], phase=self._now[2]).where
 
     def __enter__(self) -> HangWatchdog:
@@ -247,8 +244,8 @@ class HangWatchdog:
         self._thread = None
 
     def failed(self, error: BaseException) -> str:
-        """Report an exception to the other ranks now, before it leaves the block: cleaning up may
-        take time.
+        """Report an exception to the other ranks before it leaves the block: cleaning up may take
+        time.
 
         If a collective failed, find the rank to blame, which takes some seconds, log it, and return
         the verdict.
@@ -276,9 +273,7 @@ class HangWatchdog:
         return ""
 
     def ending(self, error: BaseException | None, where: Callable[[], str]) -> None:
-        """Take note that the run is over, and that what remains is to close it.
-
-        It may hang, with the folder locked.
+        """Note that only closing the run remains, which may hang with the folder locked.
 
         This rank ends then, with the code of `error`; without one with `exit_codes.ERROR`. where:
         names what hangs.
@@ -300,10 +295,7 @@ class HangWatchdog:
     def _end_later(
         self, seconds: float, code: int, reason: Callable[[], str]
     ) -> threading.Timer | None:
-        """End this process after `seconds`, unless the timer is cancelled.
-
-        None where nothing may end it.
-        """
+        """Return a timer to cancel; None: nothing may end the process."""
         finish = self._end
         if finish is None:
             return None
@@ -339,7 +331,7 @@ class HangWatchdog:
     def _wait_for(
         self, key: str, seconds: float = _TOLD_SECONDS, unless: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Wait for a key of the store; return whether it came. unless: it will not come."""
+        """Return whether a key of the store came. unless: it will not."""
         deadline = time.monotonic() + seconds
         while not self._store.check([key]):
             if time.monotonic() > deadline or unless():
@@ -385,7 +377,7 @@ class HangWatchdog:
             self._watch(now)
 
     def _watch(self, now: float) -> None:
-        """On rank 0: report if this rank, and so all of them, have stood still for too long."""
+        """On rank 0: report if all ranks have stood still for too long."""
         step, _, phase, since = self._now
         since = max(since, progress_at.get(phase, since))
         if self._reported is not None:
@@ -401,7 +393,7 @@ class HangWatchdog:
             self._report(f"no progress for {now - since:.0f} s")
 
     def _report(self, reason: str) -> None:
-        """Read where all ranks are, and log it. Ranks without a heartbeat meanwhile are silent."""
+        """Log where all ranks are; those without a heartbeat meanwhile are silent."""
         deadline = time.monotonic() + self._silence
         before = [self._beat(rank) for rank in range(self.size)]
         self._publish()
@@ -421,11 +413,11 @@ class HangWatchdog:
         logger.error(f"{reason}:\n{table(states, culprits)}\n{self.verdict}")
 
     def _is_gone(self, rank: int = 0) -> bool:
-        """Return whether the process of another rank has ended, where this one can tell."""
+        """Return whether a rank's process has ended, where this one can tell."""
         return rank in self.near and has_ended(self.near[rank])
 
     def _state_since(self, rank: int, before: str) -> RankState:
-        """Return the latest state of a rank; it is silent if its heartbeat is still `before`."""
+        """Return a rank's state, which is silent if its heartbeat is still `before`."""
         beat = self._beat(rank)
         state = RankState(rank)
         if beat:
@@ -433,12 +425,11 @@ class HangWatchdog:
         return replace(state, silent=beat == before and not state.end)
 
     def _beat(self, rank: int) -> str:
-        """Return the latest heartbeat of a rank: a number and its state; "" if there is none."""
         key = f"beat/{rank}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _find_culprit(self) -> str:
-        """A collective failed here. Rank 0 finds out why; the others take over its verdict."""
+        """Rank 0 finds out why a collective failed; the others take over its verdict."""
         if self.rank == 0 and not self._store.check(["raised"]):
             self._report("a collective failed")
             self._store.set("verdict", self.verdict)
@@ -492,9 +483,7 @@ class HangWatchdog:
 
 
 def nccl_failure() -> str:
-    """Return what NCCL's own watchdog has found wrong, a minute before it aborts the process;
-    empty: nothing.
-    """
+    """Return what NCCL's watchdog has found wrong, a minute before it aborts the process; or ""."""
     for group in list(_world.pg_map):
         with contextlib.suppress(RuntimeError, AttributeError):  # no NCCL, or a wrapper that debugs
             found = group._get_backend(torch.device("cuda")).get_error()

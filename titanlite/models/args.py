@@ -200,7 +200,6 @@ def from_record(
 
 
 def _made(make: Callable[[], Any]) -> Any:
-    """Return what `make` returns; its errors become ShapeErrors."""
     try:
         return make()
     except ShapeError:

@@ -40,7 +40,6 @@ def _norm(args: LlamaArgs) -> int:
 
 
 def _table(args: LlamaArgs) -> int:
-    """Return the parameters of the embedding, or of the head."""
     return args.n_vocab * args.dim
 
 

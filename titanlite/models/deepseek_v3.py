@@ -96,7 +96,7 @@ class DeepSeekV3Args(ExpertArgs):
 
     @property
     def head_dim(self) -> int:
-        """The width of the rotated part of a head."""
+        """The rotated width of a head."""
         return self.qk_rope_head_dim
 
     is_latent = True
@@ -104,7 +104,6 @@ class DeepSeekV3Args(ExpertArgs):
 
     @property
     def qk_head_dim(self) -> int:
-        """The width of a head's query and key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
@@ -119,7 +118,6 @@ class DeepSeekV3Args(ExpertArgs):
 
     @property
     def best_of_groups(self) -> int | None:
-        """`group_best`; None: there are no groups."""
         return self.group_best if self.n_groups > 1 else None
 
     @property

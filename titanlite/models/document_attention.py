@@ -175,12 +175,11 @@ def _parts(
 
 
 def _added(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to scores: minus infinity where none is allowed."""
     return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)
 
 
 def _heads(tensor: Tensor, tokens: slice) -> Tensor:
-    """Return tokens of [tokens, heads, …] as [1, heads, tokens, …], without a copy."""
+    """Return [1, heads, tokens, …] without a copy."""
     return tensor[tokens].transpose(0, 1).unsqueeze(0)
 
 

@@ -245,7 +245,6 @@ class _Rows:
         return new
 
     def advance(self, found: Tensor) -> None:
-        """Append the ids [rows], and choose the next pass's tokens."""
         device = self.ids.device
         places = torch.tensor(self.lengths, device=device).sub_(1).unsqueeze(1)
         kept = torch.where(torch.tensor(self.alive, device=device), found, 0)

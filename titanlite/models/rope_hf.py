@@ -83,7 +83,7 @@ def _table_of(
 
 
 def _original(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
-    """Return the length before scaling, from where `transformers` reads it."""
+    """Return the length before scaling, as `transformers` reads it."""
     for place in (config, rope):
         if place.get(_ORIGINAL) is not None:
             return int(entry_of(place, _ORIGINAL, int))

@@ -34,7 +34,7 @@ class PatternArgs(LlamaArgs):
         return self.rope_theta
 
     def is_full(self, index: int) -> bool:
-        """Return whether block `index` has no window."""
+        """Whether block `index` has no window."""
         return (index + 1) % self.full_every == 0
 
     def of_block(self, index: int) -> Self:

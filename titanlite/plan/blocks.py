@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 def attention(s: Shape, width: int, kv_width: int, sums: int) -> list[Op]:
     """Return the operators of attention proper: "y" of "qr", "kr" and "v".
 
-    width, kv_width: of rows of queries, and of keys and values. sums: bytes of the logarithms of
-    its sums.
+    width, kv_width: of rows of queries, and of keys and values. sums: bytes of the log-sum-exp.
     """
     taken = ("qr", "kr", "v")
     size = s.tokens * width * s.size
@@ -36,7 +35,7 @@ def attention(s: Shape, width: int, kv_width: int, sums: int) -> list[Op]:
 
 @dataclass(frozen=True)
 class Shape:
-    """The work of a rank in one micro-batch."""
+    """A rank's work in one micro-batch."""
 
     #: Tokens of the rank (sequences * tokens of each, without those of other context-parallel
     #: ranks).
@@ -53,32 +52,29 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        """Tokens between products; tensor-parallel ranks divide the sequence there."""
+        """Tokens between products, which tensor-parallel ranks divide."""
         return self.tokens // self.tp
 
     @property
     def hidden(self) -> int:
-        """Bytes of the hidden states of these."""
+        """Bytes of their hidden states."""
         return self.rows * self.args.dim * self.size
 
     @property
     def whole(self) -> int:
-        """Bytes of the hidden states of all tokens."""
+        """Bytes of all tokens' hidden states."""
         return self.tokens * self.args.dim * self.size
 
     @property
     def norms_before(self) -> bool:
-        """Whether attention and feed-forward have a norm before them."""
         return self.args.norm_placement != "after"
 
     @property
     def norms_after(self) -> bool:
-        """Whether they have one after them."""
         return self.args.norm_placement != "before"
 
     @property
     def vocabulary(self) -> int:
-        """Entries of the vocabulary on this rank."""
         return self.args.n_vocab // self.tp
 
     def gradient(self, size: int) -> int:
@@ -86,23 +82,19 @@ class Shape:
         return size if self.products.trains else 0
 
     def input_of(self, x: str) -> tuple[str, ...]:
-        """Return what a product keeps of its input, for the gradient of its weight."""
+        """Return what a product keeps for its weight's gradient."""
         return (x,) if self.products.trains else ()
 
     def linear(
         self, name: str, x: str, rows: int, columns: int, holds: tuple[str, ...] = (), key: str = ""
     ) -> Op:
-        """A product of all tokens with a weight [rows, columns], this rank's part of it.
-
-        key: its name in the block.
-        """
+        """A product of all tokens with this rank's part of a weight [rows, columns]."""
         product = Product(name, x, self.tokens, rows, columns, self.size, self.tp, holds, key)
         return self.products.op(product)
 
     def norm(self, name: str, x: str, rows: int, width: int) -> Op:
-        """`autograd.RMSNorm`: keeps x and one number per row; computes in float32.
-
-        `norms.OffsetRMSNorm` keeps its factors too.
+        """`autograd.RMSNorm`: keeps x and a number per row, `OffsetRMSNorm` its factors; in
+        float32.
         """
         numbers = rows * width
         factors = 4 * width if self.args.norm_offset else 0
@@ -118,9 +110,7 @@ class Shape:
         )
 
     def rotation(self, name: str, x: str, width: int) -> Op:
-        """`rope.Rotation`: keeps nothing, since the tables need no gradient; computes in
-        float32.
-        """
+        """`rope.Rotation` in float32: keeps nothing, since the tables need no gradient."""
         numbers = self.tokens * width
         return Op(
             name,
@@ -131,8 +121,8 @@ class Shape:
         )
 
     def gather(self, name: str, x: str, takers: frozenset[str] = frozenset()) -> Op:
-        """Bring the sequence together: received by rank, then put in order; the gradient goes the
-        way of `scatter`.
+        """Gather the sequence: received by rank, then put in order; the gradient goes as in
+        `scatter`.
 
         takers: linears that share the result.
         """
@@ -140,9 +130,7 @@ class Shape:
         return Op(name, self.whole, reads=(x,), keeps=kept, forward=self.whole, backward=self.whole)
 
     def scatter(self, name: str, x: str, holds: tuple[str, ...]) -> Op:
-        """Add up the ranks' products, each keeping its part of the sequence: put in order by rank,
-        then reduced.
-        """
+        """Reduce the ranks' products, in order by rank, to their parts of the sequence."""
         return Op(
             name,
             self.hidden,
@@ -155,7 +143,7 @@ class Shape:
 
 
 def block_ops(s: Shape) -> OpList:
-    """Return the operators of `titanlite.models.layers.Block.forward`; its input is "x"."""
+    """Return the operators of `titanlite.models.layers.Block.forward` on "x"."""
     ops = attention_ops(s)
     attention = ops[-1].name
     ops.append(Op("h", s.hidden, reads=("x", attention), passes=True))
@@ -171,7 +159,7 @@ def block_ops(s: Shape) -> OpList:
 
 
 def attention_ops(s: Shape) -> list[Op]:
-    """Return the operators of attention, from "x" on."""
+    """Return attention's operators, from "x" on."""
     a = s.args
     if a.is_latent:
         from titanlite.plan.latent_ops import latent_ops
@@ -221,7 +209,7 @@ def attention_ops(s: Shape) -> list[Op]:
 
 
 def embedding(s: Shape, waits: bool) -> ModuleMemory:
-    """Return the memory of the embedding, which keeps nothing but tokens.
+    """Return the memory of the embedding, which keeps only tokens.
 
     waits: its gradient waits whole for the last micro-batch.
     """

@@ -40,7 +40,7 @@ class Pass(NamedTuple):
 
 
 class Computing(NamedTuple):
-    """Seconds of one micro-batch through the whole model."""
+    """Seconds of one micro-batch through the model."""
 
     forward: Pass
     backward: Pass
@@ -49,7 +49,7 @@ class Computing(NamedTuple):
 
 
 def computing(step: StepSizes) -> Computing:
-    """Return the seconds of products, attention and the kernels between them."""
+    """Return the seconds of products, attention and other kernels."""
     blocks = block_forward(step)
     head = head_forward(step)
     return Computing(
@@ -60,7 +60,7 @@ def computing(step: StepSizes) -> Computing:
 
 
 def block_forward(step: StepSizes) -> Pass:
-    """Return the seconds of all blocks in the forward."""
+    """Return the seconds of all blocks."""
     constants = step.rates.constants
     passes = constants.passes_compiled if step.compiled else constants.passes_eager
     memory = step.rates.moved(passes * step.itemsize * step.tokens * step.outputs)
@@ -85,7 +85,7 @@ def _attention(step: StepSizes) -> float:
 
 
 def block_backward(step: StepSizes, forward: Pass) -> Pass:
-    """Return the seconds of all blocks in the backward."""
+    """Return the seconds of all blocks."""
     beside = step.products.beside
     products = (forward.products - beside.forward) * step.products.backward + beside.backward
     return Pass(
@@ -97,7 +97,7 @@ def block_backward(step: StepSizes, forward: Pass) -> Pass:
 
 
 def head_forward(step: StepSizes) -> Pass:
-    """Return the seconds of head and loss in the forward."""
+    """Return the seconds of head and loss."""
     compiled = step.run.training.compile and "loss" in step.run.compile.components
     per_logit = _LOSS_COMPILED if compiled else _LOSS_EAGER
     size = per_logit * step.tokens * step.vocabulary
@@ -106,7 +106,7 @@ def head_forward(step: StepSizes) -> Pass:
 
 
 def head_backward(step: StepSizes, forward: Pass) -> Pass:
-    """Return the seconds of head and loss in the backward."""
+    """Return the seconds of head and loss."""
     return forward.times(2)._replace(products=forward.products * step.products.backward)
 
 
@@ -125,7 +125,7 @@ def recomputation(step: StepSizes, forward: Pass) -> float:
 
 
 def launches(step: StepSizes) -> float:
-    """Return the seconds in which the host prepares a step's kernels."""
+    """Return the seconds in which the host launches a step's kernels."""
     block = LAUNCHES_COMPILED if step.compiled else LAUNCHES_EAGER
     return step.micro_batches * step.stage_share * step.blocks * block
 
@@ -139,9 +139,7 @@ def update(step: StepSizes) -> float:
 
 
 def _orthogonal(step: StepSizes) -> float:
-    """Return the seconds in which Muon makes matrices orthogonal, each on one of the ranks that
-    share it.
-    """
+    """Return the seconds of Muon, each matrix on one of its ranks."""
     if step.run.optimizer.name != "Muon":
         return 0.0
     ranks = step.mesh.dp_replicate * step.mesh.weight_shards * step.mesh.tensor

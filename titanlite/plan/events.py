@@ -14,7 +14,7 @@ from titanlite.plan.parts import PARTS, Moment, RankMemory
 
 
 class Alloc(NamedTuple):
-    """A tensor begins to exist. Its owner may have several of the same size."""
+    """A tensor begins to exist; its owner may have several of this size."""
 
     part: str
     owner: Hashable
@@ -30,7 +30,7 @@ class Free(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Something runs, and the memory of this moment counts."""
+    """Something runs, and this moment's memory counts."""
 
     #: As of `Moment`.
     phase: str

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExpertMemory(FeedForwardMemory):
-    """What the experts of a block, and their router, keep, need and hold."""
+    """What a block's experts and router keep, need and hold."""
 
     args: ExpertArgs
     #: Ranks that share the experts; 1: each has all of them.
@@ -30,13 +30,10 @@ class ExpertMemory(FeedForwardMemory):
 
     @property
     def held(self) -> int:
-        """The experts of a rank."""
         return self.args.n_experts // self.ranks
 
     def operators(self, shape: Shape, x: str) -> list[Op]:
-        """Return the operators of `titanlite.models.experts.layer.MoE`, from x to the last one's
-        output, with as many rows for each expert.
-        """
+        """Return the operators of `experts.layer.MoE` from x on, with equal rows per expert."""
         # Tensor-parallel ranks give their part of the sequence to whole experts.
         s = replace(shape, tokens=shape.rows, tp=1)
         routed = self._routed(s, x)
@@ -116,7 +113,7 @@ class ExpertMemory(FeedForwardMemory):
         return ops
 
     def products(self, s: Shape, x: str) -> list[Op]:
-        """Return the operators of the experts' products: "e" of its rows, "x"."""
+        """Return the operators of products: "e" of rows "x"."""
         a = self.args
         rows = s.tokens * a.top_k
         numbers = rows * a.expert_width
@@ -152,7 +149,7 @@ class ExpertMemory(FeedForwardMemory):
         ]
 
     def weights(self, mesh: MeshSizes) -> Iterator[Weight]:
-        """Yield the matrix of the router, those of a rank's experts, each stacked, and biases."""
+        """Yield the router's matrix, and a rank's stacked experts and biases."""
         router = (self.args.n_experts, self.args.dim)
         yield Weight(*router, mesh.weight_shards, matrix=router)
         over = mesh.expert_shards
@@ -187,10 +184,7 @@ class ExpertMemory(FeedForwardMemory):
 
 
 def feed_forward_of(args: LlamaArgs, ranks: int) -> FeedForwardMemory:
-    """Return the experts of a block, or the dense feed-forward of one without.
-
-    args: of that block. ranks: that share the experts.
-    """
+    """Return the experts or the dense feed-forward of a block. ranks: that share the experts."""
     if not isinstance(args, ExpertArgs) or not args.n_experts:
         return FeedForwardMemory()
     return ExpertMemory(args, ranks)

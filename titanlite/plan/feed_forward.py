@@ -22,7 +22,7 @@ class FeedForwardMemory:
     """SwiGLU; all its weights are linears of the block."""
 
     def operators(self, s: Shape, x: str) -> list[Op]:
-        """Return the operators from x to the last one's output."""
+        """Return the operators from x on."""
         dim = s.args.dim
         width = s.args.ffn_width // s.tp
         before = x
@@ -41,5 +41,5 @@ class FeedForwardMemory:
         return ops
 
     def weights(self, mesh: MeshSizes) -> Iterator[Weight]:
-        """Yield a rank's weights beside the linears of the block."""
+        """Yield weights other than linears."""
         return iter(())

@@ -18,7 +18,7 @@ from titanlite.plan.weights import Group, Weight
 
 
 class GroupEvents:
-    """Weights and gradients of a rank's groups."""
+    """Weights and gradients of a rank's groups; sizes are in bytes."""
 
     def __init__(self, sizes: RankSizes) -> None:
         self.sizes = sizes
@@ -41,7 +41,7 @@ class GroupEvents:
         """Gather a group's weights.
 
         given: bytes of what waits for it: the input in the forward, a gradient in the backward.
-        held: of other buffers, as of the gather before. has_begun: the buffers are filled.
+        held: bytes of other buffers. has_begun: the buffers are filled.
         """
         first = group.modules[0]
         given_part = "activations" if phase == "forward" else "working memory"
@@ -68,7 +68,6 @@ class GroupEvents:
                 held = buffer
 
     def free(self, group: Group) -> Iterator[Event]:
-        """Free a group's whole weights, if they are there."""
         if group in self.gathered:
             self.gathered.remove(group)
             for index in range(len(group.by_mesh)):
@@ -83,19 +82,16 @@ class GroupEvents:
             yield Alloc("gathered weights", ("divided", group), whole // among)
 
     def buffer(self, group: Group) -> int:
-        """Return the bytes of the buffers of a gather."""
         return sum(map(self._buffer, group.by_mesh))
 
     def last_buffer(self, group: Group) -> int:
-        """Return the bytes of the buffer that lives on after a gather in the forward."""
+        """Return the bytes of the buffer that outlives a forward gather."""
         return self._buffer(group.by_mesh[-1]) if group.weights else 0
 
     def _buffer(self, weights: Sequence[Weight]) -> int:
-        """Return the bytes of the buffer of weights that one collective takes."""
         return self._whole(weights) if weights[0].shards > 1 else 0
 
     def _sent(self, weights: Sequence[Weight]) -> int:
-        """Return the bytes of a rank's part as it is sent."""
         if weights[0].shards == 1:
             return 0
         sent = sum(weight.part for weight in weights) * self.sizes.low
@@ -105,10 +101,7 @@ class GroupEvents:
         return sent
 
     def _whole(self, weights: Sequence[Weight], copied: bool = False) -> int:
-        """Return the bytes of gathered weights.
-
-        copied: of those that are put in order by a copy.
-        """
+        """Return the bytes of gathered weights. copied: by those a copy puts in order."""
         found = 0
         for weight in weights:
             if copied and not weight.copied:
@@ -119,17 +112,14 @@ class GroupEvents:
         return found
 
     def _takes_masters(self, weight: Weight) -> bool:
-        """Return whether products take this rank's part of a weight as it is."""
+        """Whether products take this rank's part of a weight as it is."""
         has_dtype = self.sizes.held(weight) == self.sizes.low
         return self.sizes.shards_nothing and has_dtype and not self.sizes.offloads
 
     # Gradients
 
     def accumulate(self, group: Group, made: int, held: int) -> Iterator[Event]:
-        """Keep a group's whole gradients for the next micro-batch.
-
-        made: bytes of new gradients. held: of buffers.
-        """
+        """Keep a group's whole gradients for the next micro-batch. made, held: bytes."""
         first = group.modules[0]
         if not group.trained.weights:
             return
@@ -151,8 +141,8 @@ class GroupEvents:
     ) -> Iterator[Event]:
         """Reduce a group's gradients.
 
-        made: bytes of new ones. ahead: of the gather that runs. given: of the gradient that the
-        group hands on. freed: the whole weights are freed, each mesh's before its reduction.
+        made: bytes of new ones. ahead: of the gather that runs. given: of the gradient handed on.
+        freed: the whole weights are freed, each mesh's before its reduction.
         """
         if not group.trained.weights:
             return
@@ -187,8 +177,8 @@ class GroupEvents:
             yield Alloc("communication", ("replicated", group), part)
 
     def _reduction(self, weights: Sequence[Weight], each: int, made: int) -> tuple[int, list[int]]:
-        """Return the bytes that a reduction leaves, its buffer and this rank's part, and those of
-        each of its steps.
+        """Return the bytes that a reduction leaves (buffer and this rank's part), and those of each
+        step.
 
         each: bytes of a number in the whole gradients. made: of all of them.
         """
@@ -210,14 +200,12 @@ class GroupEvents:
         ]
 
     def reduction_buffer(self, group: Group) -> int:
-        """Return the bytes of the buffers of a reduction that live on beside the gradients."""
+        """Return the bytes of a reduction's buffers that live on beside the gradients."""
         several = [weights for weights in group.trained.by_mesh if not self._is_alone(weights)]
         return sum(weight.padded for weights in several for weight in weights) * self.sizes.reduced
 
     def _is_alone(self, weights: Sequence[Weight]) -> bool:
-        """Return whether no other rank has a part or a copy of weights that one collective
-        takes.
-        """
+        """Whether no other rank has a part or copy of these weights."""
         return (
             weights[0].shards == 1 and self.run.mesh.dp_replicate == 1 and not self.sizes.offloads
         )
@@ -231,7 +219,6 @@ class GroupEvents:
         return self._unreduced_bytes(group)
 
     def _unreduced_bytes(self, group: Group) -> int:
-        """Return the bytes of a group's whole gradients that wait for the last micro-batch."""
         numbers = group.trained.numbers
         args = self.sizes.args
         has_table = "tok_embeddings" in group.modules and numbers and not args.tied

@@ -98,7 +98,6 @@ class Instance(NamedTuple):
 
     @property
     def gpu_key(self) -> str:
-        """Return its GPU's name in `GPUS`."""
         return f"{self.gpu.lower()}-{self.gpu_memory}g"
 
 
@@ -118,7 +117,7 @@ _G6E_EFA = {"24xlarge": 2, "48xlarge": 4}
 
 
 def _graphics(name: str, gpu: str, memory: int, host: int) -> dict[str, Instance]:
-    """Return the machines of a kind. host: GiB of an xlarge, of which larger ones have several."""
+    """Return the machines of a kind. host: GiB of an xlarge, which larger ones multiply."""
     is_newest = name == "g6e"
     found: dict[str, Instance] = {}
     for size, (gpus, network, larger) in _SIZES.items():
@@ -164,18 +163,16 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
-        """GPUs of all machines."""
         return self.gpus_per_node * self.nodes
 
     @property
     def host(self) -> int | None:
-        """Bytes of host memory of one machine; None: no instance type is named."""
+        """Bytes of one machine's host memory; None: no instance type is named."""
         return find_instance(self.instance).host * GIB if self.instance else None
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return a GPU by its key, by the start of a single one ("l4"), or by CUDA's name of the
-    device.
+    """Return a GPU by its key, its unique beginning ("l4"), or CUDA's device name.
 
     Raises ConfigError with the nearest names.
     """
@@ -190,7 +187,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:
-    """Return the GPU of CUDA's name of a device; None when it is not known, as for a MIG slice."""
+    """Return the GPU of a CUDA device name; None if unknown, as for a MIG slice."""
     if re.search(r"\bMIG\b", device_name):
         return None
     named = (
@@ -200,15 +197,13 @@ def gpu_of_device(device_name: str) -> Gpu | None:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the peak bf16 FLOPS of one device by its CUDA name; None when it is not known, as for
-    a MIG slice.
-    """
+    """Return the peak bf16 FLOPS by CUDA device name; None if unknown, as for a MIG slice."""
     gpu = gpu_of_device(device_name)
     return gpu.bf16 if gpu else None
 
 
 def find_instance(name: str) -> Instance:
-    """Return an AWS instance type; SageMaker's names begin with "ml.".
+    """Return an AWS instance type, also from SageMaker's "ml." names.
 
     Raises ConfigError with the nearest names.
     """
@@ -229,8 +224,8 @@ def cluster_of(
 ) -> Cluster:
     """Return the machines of a run: as given, else as section `[launch]` says, for all its ranks.
 
-    gpus: of all machines. Without an instance type a machine has 8 GPUs. Its network is each GPU's
-    share of the slowest at AWS that has 8 of them, else 400 Gbit/s for each.
+    gpus: of all machines. Without an instance type a machine has 8 GPUs, each with its share of the
+    network of AWS's slowest machine of 8, else 400 Gbit/s.
     Raises ConfigError when no GPU is named, or the numbers contradict each other or the run's
     ranks.
     """
@@ -261,7 +256,7 @@ def cluster_of(
 
 
 def _instance_name(run: RunConfig, gpu: str | None, instance: str | None) -> str:
-    """Return the instance type that is given; empty: a GPU is. Raises ConfigError."""
+    """Return the given instance type; empty: a GPU is given. Raises ConfigError."""
     if gpu and instance:
         raise _error("gpu", f"both {gpu} and {instance} are given", "give one of them")
     found = instance or ("" if gpu else run.launch.instance_type)

@@ -19,9 +19,7 @@ class KeptEvents:
         self.shape = sizes.shape
 
     def kept(self, module: str) -> int:
-        """Return the bytes that a module keeps on the device, without an input that is a buffer of
-        the pipeline.
-        """
+        """Return the bytes kept on the device, without inputs in pipeline buffers."""
         kept = self.sizes.costs[module].kept
         if module != "tok_embeddings" and any(module == stage[0] for stage in self.sizes.stages):
             return kept - self.shape.hidden
@@ -30,10 +28,7 @@ class KeptEvents:
         return kept
 
     def parts(self, module: str) -> dict[str, int]:
-        """Return the bytes that a module keeps by part.
-
-        Of the head only the hidden states are activations.
-        """
+        """Return the bytes kept by part; of the head hidden states alone are activations."""
         loss = 0
         if module == "output":
             has_norm_output = self.shape.tp == 1 and self.sizes.loss.chunks == 1
@@ -42,11 +37,9 @@ class KeptEvents:
         return {"activations": self.kept(module) - loss, "logits and loss": loss}
 
     def keep(self, module: str) -> Iterator[Event]:
-        """Keep a module's tensors until the backward."""
         for part, size in self.parts(module).items():
             yield Alloc(part, module, size)
 
     def drop(self, module: str) -> Iterator[Event]:
-        """Keep a module's tensors no longer."""
         for part in self.parts(module):
             yield Free(part, module)

@@ -41,26 +41,23 @@ class Op:
 
     @property
     def extra(self) -> str:
-        """Name of what it keeps besides tensors of others."""
+        """Name of what it keeps besides others' tensors."""
         return f"{self.name}'"
 
     @property
     def saved(self) -> tuple[str, ...]:
-        """All that its backward needs."""
         return (*self.saves, self.extra) if self.keeps else self.saves
 
 
 class OpList(NamedTuple):
-    """The operators of a module, and its inputs → bytes."""
+    """A module's operators, and its inputs → bytes."""
 
     ops: list[Op]
     inputs: Mapping[str, int]
 
 
 class Peak(NamedTuple):
-    """Bytes at the moment of a module's peak, beside what it keeps before (backward) or after
-    (forward).
-    """
+    """Bytes at a module's peak, beside what it keeps before (backward) or after (forward)."""
 
     working: int = 0
     #: Gradients of the module's weights made so far.
@@ -71,16 +68,14 @@ class Peak(NamedTuple):
         return self.working + self.weights
 
     def or_higher(self, other: Peak) -> Peak:
-        """Return the higher of both, this one if they are equal."""
         return other if other.total > self.total else self
 
     def above(self, size: int) -> Peak:
-        """Return it without `size` bytes that exist anyway."""
         return Peak(max(self.working - size, 0), self.weights)
 
 
 class ModuleMemory(NamedTuple):
-    """The needs of a module in one micro-batch, in bytes."""
+    """A module's needs in one micro-batch, in bytes."""
 
     #: Between forward and backward, its input included, its output not.
     kept: int
@@ -99,7 +94,7 @@ class ModuleMemory(NamedTuple):
 
 
 def measure(module: OpList, mode: str = "none") -> ModuleMemory:
-    """Replay a module. mode: "none", "full" or "op", how it checkpoints activations."""
+    """Replay a module. mode: of activation checkpointing, "none", "full" or "op"."""
     ops = module.ops
     replay = _Replay(module)
     if mode == "none":
@@ -124,9 +119,7 @@ def measure(module: OpList, mode: str = "none") -> ModuleMemory:
 
 
 def _by_policy(ops: Sequence[Op]) -> set[str]:
-    """Return the tensors that `OpPolicy` keeps: attention's, and every second matrix product, the
-    first included.
-    """
+    """Return the tensors `OpPolicy` keeps: attention's and every second product's."""
     products = [op.name for op in ops if op.kind == "matmul"]
     chosen = set(products[::2])
     for op in ops:
@@ -138,7 +131,7 @@ def _by_policy(ops: Sequence[Op]) -> set[str]:
 
 
 def _recomputing_backward(replay: _Replay, stays: set[str], cached: set[str]) -> Peak:
-    """Return the peak of a backward that runs the forward again, above what stays until then."""
+    """Return the peak of a backward that repeats the forward, above what stays."""
     ops = replay.ops
     kept = replay.bytes_of(stays)
     # It goes to the last operator that saves something, and runs that one only if it saves more
@@ -152,7 +145,7 @@ def _recomputing_backward(replay: _Replay, stays: set[str], cached: set[str]) ->
 
 
 class _Replay:
-    """Runs the operators of a module on sizes."""
+    """Runs a module's operators on sizes."""
 
     def __init__(self, module: OpList) -> None:
         self.ops = module.ops
@@ -179,10 +172,10 @@ class _Replay:
         ops: Sequence[Op] = (),
         runs: int | None = None,
     ) -> int:
-        """Return the most bytes that exist in a forward.
+        """Return the peak bytes of a forward.
 
-        stays: tensors that outlive it. alive: those that exist before it. cached: outputs that need
-        no work. ops: those of a recomputation, of which the first `runs` run; empty: all.
+        stays: tensors that outlive it. alive: those before it. cached: outputs that need no work.
+        ops: those of a recomputation, of which the first `runs` run; empty: all.
         """
         ops = ops or self.ops
         last_use: dict[str, int] = {}
@@ -231,7 +224,7 @@ class _Replay:
         return peak
 
     def pending(self) -> int:
-        """Return the bytes that the first half of a backward leaves more than the forward."""
+        """Return the bytes that a backward's first half leaves more than the forward."""
         last_product = 0
         gradients = 0
         for index, op in enumerate(self.ops):
@@ -252,8 +245,6 @@ class _Storage:
 
 
 class _Gradients:
-    """The gradients that exist in a backward."""
-
     def __init__(self, last: Op) -> None:
         #: Of all storages.
         self.bytes = 0
@@ -269,7 +260,7 @@ class _Gradients:
             self.bytes -= storage.size
 
     def sum_is_new(self, name: str) -> bool:
-        """Whether a sum takes another tensor, since the first gradient is of others too."""
+        """Whether a sum takes another tensor, since others hold the first gradient."""
         return name in self.of and self.of[name].users > 1
 
     def add(self, name: str, storage: _Storage) -> None:

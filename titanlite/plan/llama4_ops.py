@@ -40,7 +40,7 @@ def input_ops(s: Shape, x: str) -> list[Op]:
 
 
 def _rotated(s: Shape, args: Llama4Args, x: str, width: int) -> list[Op]:
-    """The pairs side by side, rotated, and divided by their root mean square."""
+    """The pairs side by side, rotated and normalised."""
     result = f"{x}r"
     pairs = Op(f"{x} pairs", s.tokens * width * s.size, (x,))
     if not args.unit_qk:

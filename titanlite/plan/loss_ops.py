@@ -14,7 +14,7 @@ from titanlite.run.config import RunConfig
 
 
 def loss_ops(s: Shape, loss: Loss, x: str) -> list[Op]:
-    """Return the operators of head and loss. x: name of the hidden states."""
+    """Return the operators of head and loss. x: the hidden states."""
     logits = s.linear("logits", x, s.vocabulary, s.args.dim)
     if loss.divided == "in place":
         return [logits, loss_in_place(s, loss)]
@@ -54,7 +54,7 @@ def loss_of(run: RunConfig) -> Loss:
 
 
 def head_ops(s: Shape, loss: Loss) -> OpList:
-    """Return the operators of last norm, head and loss; their input is "x"."""
+    """Return the operators of last norm, head and loss, from "x" on."""
     x = "n"
     ops = [s.norm("n", "x", s.rows, s.args.dim)]
     if s.tp > 1:
@@ -66,9 +66,7 @@ def head_ops(s: Shape, loss: Loss) -> OpList:
 
 
 def loss_in_place(s: Shape, loss: Loss) -> Op:
-    """Return `divided_cross_entropy`: a tensor in float32, which becomes the gradient of logits in
-    float32.
-    """
+    """Return `divided_cross_entropy`: a float32 tensor becomes the gradient of logits."""
     values = 4 * s.tokens * s.args.n_vocab // s.tp
     return Op(
         "loss",

@@ -25,12 +25,11 @@ class NoFormula(ValueError):
 
 
 def estimate(run: RunConfig, rank: int | None = None, device: str = "cuda") -> RankMemory:
-    """Return the memory of a rank over a step that is not the first, at most two micro-batches of
-    it. Of a run in phases it is that of the phase with the largest peak.
+    """Return a rank's memory over a step that is not the first, at most two micro-batches of it.
 
-    rank: None for the worst. device: "cuda" or "cpu", the type that the run would have. Raises
+    Of phases the largest peak counts. rank: None for the worst. device: "cuda" or "cpu". Raises
     NoFormula for a model whose arguments are no `LlamaArgs`, for norms other than RMSNorm, and for
-    `training.fsdp_units` that go by classes or sizes.
+    `training.fsdp_units` by classes or sizes.
     """
     if len(run.course.legs) > 1:
         legs = [estimate(run.steady_at(first), rank, device) for first in run.legs]
@@ -45,7 +44,7 @@ def estimate(run: RunConfig, rank: int | None = None, device: str = "cuda") -> R
 
 
 def _known_args(run: RunConfig) -> LlamaArgs:
-    """Return the model's arguments, with a vocabulary. Raises NoFormula."""
+    """Raise NoFormula, or return arguments with a vocabulary."""
     args = run.model_args()
     known_norms = ("rmsnorm", "fused_rmsnorm")
     if not isinstance(args, LlamaArgs) or args.norm_type not in known_norms:
@@ -62,10 +61,9 @@ def _memory_of(run: RunConfig, args: LlamaArgs, rank: int, device: str) -> RankM
 
 
 def with_vocabulary(run: RunConfig, tokenizer_size: int | None = None) -> RunConfig:
-    """Return the run with the size of its vocabulary as a key, so that no plan needs the tokenizer.
+    """Return the run with its vocabulary's size as a key, so that no plan needs the tokenizer.
 
-    tokenizer_size: None: the tokenizer is read if the model has no size of its own. Raises
-    DataError.
+    tokenizer_size: None: read from the tokenizer if the model has none. Raises DataError.
     """
     size = run.model_args(tokenizer_size).vocab_size
     if size is None:

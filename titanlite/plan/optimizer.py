@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 
 def state_bytes(weight: Weight, settings: Optimizer, master: int) -> float:
-    """Return bytes of optimizer state per number of a weight.
-
-    An optimizer by a dotted path counts as AdamW.
+    """Return the bytes of optimizer state per number of a weight; dotted paths count as AdamW.
 
     master: bytes of a number of the weights.
     """
@@ -43,10 +41,7 @@ def state_bytes(weight: Weight, settings: Optimizer, master: int) -> float:
 def step_bytes(
     weights: Sequence[Weight], index: int, settings: Optimizer, master: int, device: str
 ) -> int:
-    """Return the temporary bytes at the peak of a step, beside gradients.
-
-    index: of this rank among the shards.
-    """
+    """Return a step's temporary bytes at its peak, beside gradients. index: of this shard."""
     sizes = [weight.local(index) for weight in weights]
     largest = 4 * max(sizes)
     if settings.name in ("AnyPrecisionAdamW", "AdamW8bit"):
@@ -67,9 +62,7 @@ def step_bytes(
 
 
 def _muon_bytes(weight: Weight, count: int) -> int:
-    """Return the temporary bytes for weights of one shape: as many at a time as ranks share
-    them.
-    """
+    """Return the temporary bytes of one shape, as many weights at once as ranks share them."""
     together = min(count, weight.shards)
     local = together * weight.part
     # The directions in float32, their stack and its copy in bfloat16; then one whole matrix on this

@@ -27,7 +27,7 @@ class Sharded(NamedTuple):
 
 
 class OtherProducts:
-    """All products of a model whose spec names no linears; other models have none of these."""
+    """All products of a model whose spec names no linears; others have none."""
 
     #: Blocks have them beside their linears.
     beside_linears = False
@@ -47,19 +47,19 @@ class OtherProducts:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a micro-batch, in the forward."""
+        """Seconds of a micro-batch's forward."""
         step = self.step
         return self.flops * step.tokens / self.ranks / (step.rates.sustained * _SHARE)
 
     def sharded(self, others: Sharded) -> list[Sharded]:
-        """Return what this rank's groups shard. others: the parameters without these."""
+        """Return what this rank's groups shard. others: parameters without these."""
         return [others]
 
 
 class ExpertSpeed(OtherProducts):
-    """The experts of a model's MoE layers: products that `flops_per_token` has beyond linears.
+    """The MoE layers' products, which `flops_per_token` has beyond linears.
 
-    experts: name of each layer → number of its experts.
+    experts: name of each layer → number.
     """
 
     beside_linears = True
@@ -81,7 +81,7 @@ class ExpertSpeed(OtherProducts):
         self.matrices = {Size(step.width, width): 3 * sum(experts.values())}
 
     def sharded(self, others: Sharded) -> list[Sharded]:
-        """Expert parallelism leaves a rank a part of the experts, which fewer ranks share."""
+        """Expert parallelism leaves a rank some experts, which fewer ranks share."""
         mesh = self.step.mesh
         own = self.parameters * (self.step.stage_share / mesh.expert)
         if mesh.expert == 1:

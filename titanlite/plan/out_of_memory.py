@@ -21,10 +21,9 @@ tensor or context parallelism, more ranks, training.enable_cpu_offload = true.
 
 
 def memory_report(run: RunConfig, error: BaseException, where: str, rank: int, device: str) -> str:
-    """Return the message of a run that ends for lack of memory: its plan, and what to change.
+    """Return the message of a run out of memory: its plan, and what to change. It raises nothing.
 
-    error: has `memory_error_of`. where: as "backward of step 3". device: "cuda" or "cpu". It raises
-    nothing.
+    error: has `memory_error_of`. where: as "backward of step 3". device: "cuda" or "cpu".
     """
     cause = memory_error_of(error) or error
     when = "before the first step" if where == "start" else f"in {where}"

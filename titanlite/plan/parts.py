@@ -29,7 +29,7 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Moment:
-    """Device memory of a rank at one moment of a step."""
+    """A rank's device memory at one moment of a step."""
 
     #: "forward", "backward" or "optimizer".
     phase: str
@@ -51,7 +51,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one rank over a step that is not the first: optimizer state exists."""
+    """A rank's memory over a step that is not the first: optimizer state exists."""
 
     rank: int
     #: In the order of the step.
@@ -61,7 +61,7 @@ class RankMemory:
 
     @cached_property
     def peak(self) -> Moment:
-        """Return the moment with most bytes on the device."""
+        """The moment with most device bytes."""
         return max(self.moments, key=lambda moment: moment.total)
 
 
@@ -74,7 +74,5 @@ CONTEXT = round(1.5 * GIB)
 
 
 def needed_bytes(memory: RankMemory) -> int:
-    """Return the memory of a GPU at the peak: live tensors, and what the allocator, CUDA and NCCL
-    take.
-    """
+    """Return a GPU's memory at the peak: live tensors, allocator, CUDA and NCCL."""
     return round((1 + FRAGMENTATION) * memory.peak.total) + CONTEXT

@@ -24,13 +24,11 @@ OTHER_PHASES = SLOW_PHASES - {"profile", "end"}
 
 
 class PeakCheck(Callback):
-    """Logs the measured peak of this rank beside the planned one, once, after the second step of a
-    process.
+    """Logs this rank's measured peak beside the planned one, after a process's second step.
 
-    It runs before the metrics, whose logs begin a new peak. The first step is logged, and has no
-    optimizer state before its end. So the peak of the second is that of every later step.
-
-    read_peak: bytes of this rank's tensors at their peak since the latest log.
+    It runs before the metrics, whose logs begin a new peak. The first step has no optimizer state
+    before its end, so the second's peak is that of all later ones. read_peak: bytes of this rank's
+    tensors at their peak since the latest log.
     """
 
     def __init__(self, run: RunConfig, read_peak: Callable[[], int]) -> None:

@@ -41,7 +41,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Leg:
-    """Needs of the steps of a run that have one size (`[[data.phase]]`)."""
+    """Needs of the steps that have one size (`[[data.phase]]`)."""
 
     #: The run, as if all its steps were like these.
     run: RunConfig
@@ -53,7 +53,7 @@ class Leg:
 
     @property
     def seconds(self) -> float | None:
-        """Time for its steps without validation and saves; None: their number is not known."""
+        """Time without validation and saves; None: the number of steps is unknown."""
         return None if self.steps is None else self.steps * self.speed.step_seconds
 
 
@@ -87,32 +87,27 @@ class Plan:
 
     @property
     def margin(self) -> int:
-        """Bytes of GPU memory that stay free at the peak; negative: that are missing."""
+        """Bytes of GPU memory that stay free at the peak; negative: missing."""
         return self.cluster.gpu.memory - self.needed
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest GPU has the memory, and the host, where it is known."""
+        """Whether the fullest GPU, and the host where known, have the memory."""
         return self.margin >= 0 and self.host_needed <= (self.cluster.host or math.inf)
 
     @property
     def host_needed(self) -> int:
-        """Bytes of host memory of one machine."""
+        """Bytes of one machine's host memory."""
         return sum(self.host.values())
 
     @property
     def seconds(self) -> float | None:
-        """Time for all steps without validation and saves; None: the number of steps is not
-        known.
-        """
+        """Time without validation and saves; None: the number of steps is unknown."""
         seconds = [leg.seconds for leg in self.legs if leg.seconds is not None]
         return sum(seconds) if len(seconds) == len(self.legs) else None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the plan as JSON has it; docs/plan.md explains the names.
-
-        Unknown numbers are null, others finite.
-        """
+        """Return the plan as JSON, see docs/plan.md; unknown numbers are null, others finite."""
         peak = self.memory.peak
         speed = self.speed
         disk = self.disk
@@ -151,7 +146,7 @@ class Plan:
 
 
 def in_gib(parts: Mapping[str, int]) -> dict[str, float]:
-    """Return the same parts in GiB."""
+    """Return the parts in GiB."""
     return {name: size / GIB for name, size in parts.items()}
 
 
@@ -163,11 +158,10 @@ def make_plan(
 ) -> Plan:
     """Plan a run on a cluster of as many GPUs as its mesh has ranks.
 
-    rank: None: the one that needs most memory, by formula. trace: (run, rank) → its memory in place
-    of the formulas', as `titanlite.cli.plan.memory_trace` measures it.
+    rank: None: the one that needs most memory, by formula. trace: (run, rank) → its memory instead,
+    as `titanlite.cli.plan.memory_trace` measures it.
 
-    Raises ConfigError for a model that has no formulas, unless it is traced, and for a rank that
-    does not exist.
+    Raises ConfigError for a model without formulas, unless it is traced, and for an unknown rank.
     """
     run = with_vocabulary(run)
     if rank is not None and not 0 <= rank < run.mesh.world_size:
@@ -203,7 +197,7 @@ def _legs(
 
 
 def formula(run: RunConfig, rank: int | None = None) -> RankMemory:
-    """Return the memory of a rank by formulas; None: of the one that needs most.
+    """Return a rank's memory by formulas; None: of the one that needs most.
 
     Raises ConfigError if none exist.
     """
@@ -216,7 +210,7 @@ def formula(run: RunConfig, rank: int | None = None) -> RankMemory:
 
 
 def host_memory(run: RunConfig, cluster: Cluster, memory: RankMemory) -> dict[str, int]:
-    """Return the host memory of one machine by part, in bytes."""
+    """Return one machine's host memory by part, in bytes."""
     # Inputs and labels in 64 bits. A stream holds two prepared steps back.
     tokens = run.batch.micro_batch_size * run.batch.accumulation * run.batch.seq_len
     loaders = (run.data.prefetch + 2) * 16 * tokens
@@ -238,7 +232,7 @@ def host_memory(run: RunConfig, cluster: Cluster, memory: RankMemory) -> dict[st
 
 
 def checkpoint_disk(run: RunConfig, step_seconds: float) -> Disk:
-    """Return the size of a checkpoint and how many there are at one time."""
+    """Return a checkpoint's size and how many exist at once."""
     args = run.model_args()
     trained = run.trained(args)
     parameters = trained.adapters
@@ -250,9 +244,9 @@ def checkpoint_disk(run: RunConfig, step_seconds: float) -> Disk:
 
 
 def optimizer_bytes(run: RunConfig, args: Any, parameters: int) -> int:
-    """Return the state of the whole model's optimizer.
+    """Return the optimizer state of the whole model.
 
-    Norms count as matrices; Muon's matrices are those of blocks.
+    Norms count as matrices; Muon's are those of blocks.
     """
     matrices = parameters
     if run.optimizer.name == "Muon" and not run.lora.rank:
@@ -269,8 +263,7 @@ def optimizer_bytes(run: RunConfig, args: Any, parameters: int) -> int:
 
 
 def kept_at_once(section: Checkpoint, steps: int | None, step_seconds: float) -> int | None:
-    """Return the most checkpoints at one time, as `retention.prune` keeps them; None: it depends
-    on what is not known.
+    """Return the most checkpoints at one time, as `retention.prune` keeps them; None: unknown.
 
     step_seconds: turns an interval in seconds into steps.
     """

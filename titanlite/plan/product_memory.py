@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Product(NamedTuple):
-    """A product of all tokens with a weight [rows, columns], this rank's part of it."""
+    """A product of all tokens with this rank's part of a weight [rows, columns]."""
 
     #: Names of its output and its input.
     name: str
@@ -41,7 +41,6 @@ class ProductMemory:
     trains: ClassVar[bool] = True
 
     def op(self, product: Product) -> Op:
-        """Return a product with what it keeps and needs."""
         return Op(
             product.name,
             product.tokens * product.rows * product.size,
@@ -53,19 +52,13 @@ class ProductMemory:
         )
 
     def kept_by_gather(self, numbers: int, takers: frozenset[str]) -> int:
-        """Return the bytes that products keep of `numbers` gathered numbers.
-
-        Only these linears take them.
-        """
+        """Return the bytes that the linears `takers` keep of gathered numbers."""
         return 0
 
     def gathered_bytes(self, key: str) -> int:
-        """Return the bytes of a gathered number of a linear's weight; 0: as of all others."""
+        """Return the bytes of a gathered number of a weight; 0: as of others."""
         return 0
 
     def weights(self, module: str, own: list[Weight], shards: int) -> list[Weight]:
-        """Return what a rank holds of a module, each weight divided over `shards` ranks.
-
-        own: the weights of the model.
-        """
+        """Return what a rank holds of `own` weights, divided over `shards` ranks."""
         return own

@@ -14,7 +14,7 @@ from titanlite.plan.rates import Directions
 
 @dataclass(frozen=True)
 class ProductSpeed:
-    """The linears of a step, in the dtype of its activations."""
+    """A step's linears, in the dtype of activations."""
 
     #: All linears of the model, by kind.
     kinds: Sequence[LinearKind]

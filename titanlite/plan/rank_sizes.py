@@ -69,47 +69,41 @@ class RankSizes:
 
     @functools.cached_property
     def weights(self) -> list[Weight]:
-        """The weights of all groups."""
         return [weight for group in self.groups for weight in group.weights]
 
     @functools.cached_property
     def trained(self) -> list[Weight]:
-        """Those that have gradients and a state."""
+        """Those with gradients and a state."""
         return [weight for weight in self.weights if not weight.frozen]
 
     @functools.cached_property
     def shards_nothing(self) -> bool:
-        """Whether tensor parallelism alone divides weights over ranks, perhaps with experts that
-        these share.
-        """
+        """Whether tensor parallelism alone divides weights, perhaps with shared experts."""
         mesh = self.run.mesh
         is_whole = all(weight.shards == 1 for weight in self.weights)
         return is_whole and mesh.world_size == mesh.tensor
 
     @property
     def adds_at_once(self) -> bool:
-        """Whether each micro-batch adds to the gradients of weights that no other rank shares
-        (`titanlite.parallel.fsdp_one_rank`): none wait for the last one.
-        """
+        """Whether each micro-batch adds to gradients of unshared weights, so that none wait."""
         casts_together = self.device != "cpu" and self.low != self.master
         return self.shards_nothing and self.reduced == self.master and not casts_together
 
     def held(self, weight: Weight) -> int:
-        """Return the bytes of a number of a weight on this rank."""
+        """Return the bytes of each number of a weight."""
         return min(self.low, self.master) if weight.frozen else self.master
 
     def has_backward(self, module: str) -> bool:
-        """Return whether a module has a backward: a frozen embedding has none."""
+        """Whether a module has a backward: a frozen embedding has none."""
         return self.products.trains or module != "tok_embeddings"
 
     def begins_gradients(self, module: str) -> bool:
-        """Return whether a block keeps nothing of its input, which needs no gradient."""
+        """Whether a block keeps nothing of an input that needs no gradient."""
         if self.products.trains or module == "output" or self.mode(module) != "none":
             return False
         return ["tok_embeddings", module] in [stage[:2] for stage in self.stages]
 
     def shape_of(self, block: str) -> Shape:
-        """Return the shape of a block, by its own arguments."""
         return self._shape(self.args.of_block(position(block, self.args.n_layers)))
 
     def _shape(self, args: LlamaArgs) -> Shape:
@@ -128,13 +122,12 @@ class RankSizes:
 
     @functools.cached_property
     def linears(self) -> Linears:
-        """The linears of the model, and how tensor parallelism divides them."""
         from titanlite.models.linears import linears_of
 
         return linears_of(self.run.spec, self.args, self.run.mesh.tensor)
 
     def _cost(self, module: str) -> ModuleMemory:
-        """Return the needs of a module; the last norm counts with the head."""
+        """Return a module's needs; the head's include the last norm."""
         if module == "output":
             return head_memory(self.shape, self.loss)
         if module == "tok_embeddings":
@@ -143,7 +136,7 @@ class RankSizes:
         return block_memory(self.shape_of(module), self.mode(module))
 
     def mode(self, block: str) -> str:
-        """Return how a block checkpoints activations, as `measure` takes it."""
+        """Return a block's mode for `measure`."""
         ac = self.run.activation_checkpoint
         if ac.mode in ("none", "budget"):
             return "none"
@@ -157,7 +150,7 @@ class RankSizes:
 
 @functools.cache
 def block_memory(shape: Shape, mode: str) -> ModuleMemory:
-    """Return the memory of a block, in bytes by time. mode: of recomputation."""
+    """Return a block's memory, in bytes by time. mode: as for `measure`."""
     return measure(block_ops(shape), mode)
 
 

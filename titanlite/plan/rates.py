@@ -14,7 +14,7 @@ from titanlite.plan.hardware import Cluster, Gpu
 
 @dataclass(frozen=True)
 class Constants:
-    """What no data sheet says; fitted by `benchmarks/plan_speed.py` on published runs."""
+    """What data sheets lack, fitted by `benchmarks/plan_speed.py` on published runs."""
 
     #: Share of its peak that a large product in float8 reaches, in terms of the GPU's `sustained`
     #: share in bf16.
@@ -51,13 +51,13 @@ class Directions(NamedTuple):
     backward: float = 0.0
 
     def beyond(self, computing: Directions) -> float:
-        """Return the seconds that computing beside it does not hide."""
+        """Return the seconds that computing does not hide."""
         return sum(max(0.0, own - other) for own, other in zip(self, computing, strict=True))
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of one GPU and of its links, in a run whose activations have one dtype."""
+    """Rates of one GPU and its links, for activations of one dtype."""
 
     cluster: Cluster
     constants: Constants
@@ -74,7 +74,7 @@ class Rates:
         return self.peak * self.gpu.sustained
 
     def product(self, rows: float, k: float, n: float, peak: float | None = None) -> float:
-        """Return the seconds of one product. peak: of its dtype; None: that of activations."""
+        """Return the seconds of a product. peak: of its dtype; None: of activations."""
         sustained = self.sustained if peak is None else peak * self.gpu.sustained
         return 2 * math.prod(size + self.constants.edge for size in (rows, k, n)) / sustained
 
@@ -85,7 +85,7 @@ class Rates:
     def collective(self, size: float, ranks: int, stride: int) -> float:
         """Return the seconds of an all-gather or reduce-scatter of `size` bytes in all.
 
-        stride: distance of neighbours in the group, in ranks. A machine's ranks share its network.
+        stride: distance of neighbours in ranks. A machine's ranks share its network.
         """
         if ranks == 1:
             return 0.0

@@ -67,7 +67,7 @@ UNSEEN_H200 = (0.85, 1.41)
 
 
 def predict(run: RunConfig, cluster: Cluster, constants: Constants = CONSTANTS) -> Speed:
-    """Return the speed of a run's steps. Raises ConfigError for float8 on a GPU that has none."""
+    """Return the speed of a run. Raises ConfigError for float8 on a GPU without it."""
     step = StepSizes(run, cluster, constants)
     parts = _parts(step)
     seconds = sum(parts.values())

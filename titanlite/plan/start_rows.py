@@ -8,9 +8,9 @@ from titanlite.run.config import RunConfig
 
 
 def start_rows(run: RunConfig, total: int) -> list[tuple[str, str]]:
-    """Return the row of the start report; none for a model without formulas. It raises nothing.
+    """Return the start report's row, none for a model without formulas. total: bytes of one GPU.
 
-    total: bytes of one GPU.
+    It raises nothing.
     """
     try:
         planned = estimate(run, None)

@@ -26,7 +26,6 @@ class StepEvents:
         self.activations = sizes.kept_events(sizes)
 
     def events(self) -> Iterator[Event]:
-        """Yield the events of the step."""
         yield from self._state()
         work = self.sizes.work or StepEvents.micro_batches
         yield from work(self)
@@ -56,7 +55,6 @@ class StepEvents:
         yield Alloc("parameters", "cosines and sines", tables)
 
     def micro_batches(self) -> Iterator[Event]:
-        """Yield the work of a rank that has all layers."""
         modules = self.sizes.stages[0]
         count = min(self.run.batch.accumulation, 2)
         for index in range(count):
@@ -66,7 +64,6 @@ class StepEvents:
             yield from self.backward(modules, reduces=reduces)
 
     def forward(self, modules: list[str]) -> Iterator[Event]:
-        """Run modules, and keep what their backward needs."""
         # Of the latest gather.
         buffer = 0
         for module in modules:
@@ -92,7 +89,7 @@ class StepEvents:
                 yield from self.groups.divide(group)
 
     def first_half(self, modules: Sequence[str]) -> Iterator[Event]:
-        """Make gradients of inputs alone; all that those of weights need lives on."""
+        """Make gradients of inputs alone; what those of weights need lives on."""
         for module in reversed(modules):
             cost = self.sizes.costs[module]
             yield Run("backward", module, {_part_of(module): cost.split.working})
@@ -108,8 +105,8 @@ class StepEvents:
     ) -> Iterator[Event]:
         """Make gradients.
 
-        frees: weights when they were used. reduces: gradients when they are made. second_half: of
-        weights alone, after `first_half`.
+        frees: weights after use. reduces: gradients once they are made. second_half: of weights
+        alone, after `first_half`.
         """
         # Buffers of a gather that runs ahead, and of the latest reduction.
         ahead = 0
@@ -157,7 +154,7 @@ class StepEvents:
         yield from self.groups.end_backward()
 
     def _hidden(self, module: str) -> int:
-        """Return the bytes of a module's input, and of its gradient."""
+        """Return the bytes of a module's input or gradient."""
         return 0 if module == "tok_embeddings" else self.sizes.shape.hidden
 
     def _in_order(self, modules: list[str]) -> list[Group]:
@@ -174,10 +171,7 @@ class StepEvents:
         return self.groups.buffer(following)
 
     def _run(self, phase: str, module: str, work: int, communication: int) -> Run:
-        """Return the event that a module runs, and what it keeps begins or ends.
-
-        work: bytes beside that.
-        """
+        """Return the event of a module whose kept tensors begin or end. work: bytes beside them."""
         sizes = {_part_of(module): work, "communication": communication}
         return Run(phase, module, sizes, self.activations.parts(module))
 

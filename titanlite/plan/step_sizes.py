@@ -23,7 +23,7 @@ from titanlite.run.config import RunConfig
 class StepSizes:
     """One step of a run; sizes are a rank's, of one micro-batch (of a pipeline: of one piece).
 
-    Blocks are those of the whole model; `stage_share` is the part that a rank of a pipeline has.
+    Blocks are the whole model's; `stage_share` is a pipeline rank's part.
     """
 
     def __init__(self, run: RunConfig, cluster: Cluster, constants: Constants) -> None:
@@ -71,7 +71,7 @@ class StepSizes:
 
     @cached_property
     def tensor_plan(self) -> dict[str, str]:
-        """Module name → how ranks divide it; empty for a model that they cannot divide."""
+        """Module name → how ranks divide it; empty if they cannot."""
         if self.spec.tensor_plan is None:
             return {}
         return self.spec.tensor_plan(self.args)
@@ -82,13 +82,11 @@ class StepSizes:
 
     @cached_property
     def others(self) -> OtherProducts:
-        """What products outside of `linears` cost."""
         experts = self.spec.moe_layers(self.args)
         return ExpertSpeed(self, experts) if experts else OtherProducts(self)
 
     @cached_property
     def linears(self) -> list[LinearKind]:
-        """The linears of all blocks."""
         return [linear for linear in self.products.kinds if self.spec.head not in linear.names]
 
     @cached_property
@@ -106,20 +104,20 @@ class StepSizes:
 
     @cached_property
     def outputs(self) -> float:
-        """Numbers that the products of all blocks put out for a token of a micro-batch."""
+        """Numbers per token that all blocks' products put out."""
         found = 0.0
         for linear in self.linears:
             found += linear.size.out_features * len(linear.names) * self.part(linear)
         return found + self.others.outputs
 
     def part(self, linear: LinearKind) -> float:
-        """Return the share of a micro-batch's tokens that a linear takes on this rank."""
+        """Return a linear's share of a micro-batch's tokens on this rank."""
         divides = self.tensor_plan.get(linear.names[0]) in ("sequence", "heads")
         return 1 / self.mesh.tensor if divides else 1.0
 
     @cached_property
     def matrices(self) -> Counter[Size]:
-        """How many matrices of each size all blocks have; empty for a model without linears."""
+        """How many matrices of each size all blocks have."""
         found = Counter[Size]()
         if self.spec.linears is None:
             return found
@@ -131,9 +129,7 @@ class StepSizes:
 
     @cached_property
     def pairs(self) -> float:
-        """Share of all pairs of tokens that attention computes, among those that its FLOPs count:
-        half of them, and more in a window.
-        """
+        """Share of the token pairs in its FLOPs that attention computes: half, more in a window."""
         length = self.run.batch.seq_len
         if not isinstance(self.args, LlamaArgs):
             return 0.5
@@ -149,7 +145,6 @@ class StepSizes:
 
     @cached_property
     def sharded(self) -> list[Sharded]:
-        """What this rank's groups shard."""
         mesh = self.mesh
         divided = self.spec.count_parameters(self.args) - self.others.parameters
         parameters = divided / mesh.tensor * self.stage_share + (self.adapters or 0.0)
@@ -163,7 +158,7 @@ class StepSizes:
 
     @cached_property
     def reduced(self) -> list[Sharded]:
-        """The parameters with gradients, as `sharded`."""
+        """Parameters with gradients, as `sharded`."""
         if self.adapters is None:
             return self.sharded
         return [Sharded(self.adapters, self.mesh.weight_shards, self.mesh.tensor)]
@@ -175,7 +170,6 @@ class StepSizes:
 
     @cached_property
     def held_bytes(self) -> float:
-        """Bytes of the weights of this rank."""
         if self.adapters is None:
             return 4 * self.owned
         frozen = sum(group.parameters / group.ranks for group in self.sharded) - self.owned
@@ -185,20 +179,16 @@ class StepSizes:
 
     @property
     def is_one_unit(self) -> bool:
-        """Whether all weights are gathered at once."""
         return self.run.training.fsdp_units == "root"
 
     @property
     def units(self) -> float:
-        """How many times a rank gathers in a forward."""
+        """How many times a forward gathers."""
         return 1 if self.is_one_unit else max(self.blocks * self.stage_share, 1)
 
     @property
     def frees(self) -> bool:
-        """Whether a forward frees what it gathered.
-
-        By default the last units stay, so does a single one.
-        """
+        """Whether a forward frees what it gathered; by default the last units stay."""
         reshards = self.run.training.reshard_after_forward
         if reshards == "default":
             return not self.is_one_unit
@@ -213,7 +203,7 @@ class StepSizes:
 
     @cached_property
     def recomputed(self) -> float:
-        """Share of the blocks that run their forward again."""
+        """Share of the blocks that repeat their forward."""
         ac = self.run.activation_checkpoint
         if ac.mode == "selective" and not self.by_op:
             return (self.blocks // int(ac.selective_ac_option)) / self.blocks
@@ -221,10 +211,9 @@ class StepSizes:
 
     @property
     def stops_early(self) -> bool:
-        """Whether recomputation of a block leaves out its last product and what follows: the
-        backward needs none of it.
+        """Whether recomputation omits a block's last product and the rest, which no backward needs.
 
-        Compiled halves of a block, as tensor parallelism has them, run whole.
+        Compiled halves of a block, as with tensor parallelism, run whole.
         """
         if self.compiled:
             return self.mesh.tensor == 1
@@ -232,7 +221,7 @@ class StepSizes:
 
     @cached_property
     def repeated(self) -> float:
-        """Share of a block's products that recomputation by operator repeats: every second one."""
+        """Share of products that recomputation by operator repeats: every second one."""
         if not self.linears or self.others.beside_linears:
             return 0.5
         sizes = [linear.weights for linear in self.linears]
@@ -242,8 +231,8 @@ class StepSizes:
     def left_out(self) -> float:
         """Share of a block's products that recomputation leaves out.
 
-        Experts save the result of their last product. Blocks of transformers may end in a norm, as
-        do those of families with norms after.
+        Experts save their last product's result. Blocks of transformers, and of families with norms
+        after, may end in a norm.
         """
         has_last_norm = getattr(self.args, "norm_placement", "before") != "before"
         ends_in_product = self.spec.name != "hf" and not has_last_norm

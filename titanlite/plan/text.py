@@ -37,10 +37,9 @@ def plan_text(plan: Plan, style: Style) -> str:
 
 
 def print_plan(run: RunConfig, gpus_per_node: int) -> None:
-    """Print the plan of a run on this machine's GPUs, or on those of `launch.instance_type`.
+    """Print a run's plan on this machine's GPUs, or those of `launch.instance_type`.
 
-    gpus_per_node: ranks on this machine; more than 8 are planned for several machines. Raises
-    ConfigError.
+    gpus_per_node: ranks here; more than 8 are planned for several machines. Raises ConfigError.
     """
     note = ""
     if run.launch.instance_type:
@@ -80,7 +79,7 @@ def verdict(plan: Plan) -> str:
 
 
 def memory_table(plan: Plan, style: Style) -> str:
-    """Return the parts at the peak, with a bar for each: its share of the GPU's memory."""
+    """Return the parts at the peak, each with a bar of its share of the GPU."""
     usable = plan.cluster.gpu.memory
     peak = plan.memory.peak
     digits = 2 if peak.total >= GIB else 4
@@ -103,7 +102,7 @@ def memory_table(plan: Plan, style: Style) -> str:
 
 
 def plan_rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield label and text of all but the memory of the GPU."""
+    """Yield label and text of all but GPU memory."""
     speed = plan.speed
     yield "peak", f"in the {plan.memory.peak.place}"
     rate = f"{speed.tokens_per_second:,.0f} tokens/s per GPU"
@@ -155,7 +154,7 @@ def _checkpoints(disk: Disk) -> str:
 
 
 def _largest(plan: Plan) -> str:
-    """Return the parts of a step that take a hundredth of it, the longest first."""
+    """Return the parts of at least a hundredth of a step, longest first."""
     speed = plan.speed
     found = []
     for name, seconds in sorted(speed.parts.items(), key=lambda part: -part[1]):
@@ -169,7 +168,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _time(seconds: float) -> str:
-    """Return a time in the largest unit of which it has two, else in seconds."""
+    """Return a time in the largest unit of which it has two, else seconds."""
     unit = next((unit for unit, size in _UNITS.items() if seconds >= 2 * size), "s")
     number = seconds / _UNITS[unit]
     return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.1f} {unit}"

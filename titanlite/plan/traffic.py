@@ -14,9 +14,7 @@ from titanlite.plan.step_sizes import StepSizes
 
 
 def tensor_traffic(step: StepSizes) -> float:
-    """Return the seconds of tensor parallelism: 4 collectives in a block's forward, 4 in its
-    backward, and those of recomputation.
-    """
+    """Return the seconds of tensor parallelism: 4 collectives per block and direction."""
     each = 2 if step.by_op else 4 - step.stops_early
     again = step.recomputed * each - step.products.tensor_gathers_less
     size = step.itemsize * step.tokens * step.width
@@ -28,7 +26,7 @@ def tensor_traffic(step: StepSizes) -> float:
 
 
 class Sharding(NamedTuple):
-    """Seconds of FSDP's traffic in one micro-batch."""
+    """Seconds of FSDP's traffic in a micro-batch."""
 
     #: All gathers of a forward, and of a backward.
     gather: float
@@ -38,7 +36,7 @@ class Sharding(NamedTuple):
 
 
 def sharding(step: StepSizes) -> Sharding:
-    """Return the seconds of gathers and reductions, if each micro-batch has all of them."""
+    """Return the seconds of gathers and reductions, if each micro-batch has all."""
     training = step.run.training
     collective = step.rates.collective
     units = step.units
@@ -70,12 +68,13 @@ def _reductions(step: StepSizes) -> int:
 
 
 def _beside(step: StepSizes, computing: Directions) -> Directions:
-    """Return the computing beside which groups are gathered and reduced: none for a single one."""
+    """Return the computing that hides gathers and reductions: none for a single group."""
     return Directions(0.0, 0.0) if step.is_one_unit else computing
 
 
 def sharding_traffic(step: StepSizes, computing: Directions) -> float:
-    """Return the seconds of FSDP that computing does not hide, and those by which it is slower.
+    """Return the seconds of FSDP that computing does not hide, and those by which it slows
+    computing.
 
     computing: seconds of a step.
     """
@@ -92,9 +91,7 @@ def sharding_traffic(step: StepSizes, computing: Directions) -> float:
 
 
 def host_transfers(step: StepSizes, computing: Directions) -> float:
-    """Return the seconds of offload that computing does not hide: of weights and gradients, and of
-    activations.
-    """
+    """Return the seconds of offload that computing does not hide."""
     pcie = step.rates.gpu.pcie
     gathers = _gathers(step)
     offloads = step.run.training.enable_cpu_offload

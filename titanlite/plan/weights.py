@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter as tensor and expert parallelism leave it on a rank: rows that `fully_shard`
-    divides over ranks.
-    """
+    """A parameter after tensor and expert parallelism: rows that `fully_shard` divides."""
 
     rows: int
     #: Numbers in each row.
@@ -39,16 +37,15 @@ class Weight:
 
     @property
     def padded(self) -> int:
-        """Its numbers with the rows that make it divide evenly."""
+        """Its numbers, padded to divide evenly."""
         return -(-self.rows // self.shards) * self.shards * self.width
 
     @property
     def part(self) -> int:
-        """The numbers that a rank holds, padded."""
         return self.padded // self.shards
 
     def local(self, index: int) -> int:
-        """Return the numbers that rank `index` of those that shard weights holds."""
+        """Return the numbers of shard `index`."""
         each = -(-self.rows // self.shards)
         return min(max(self.rows - index // self.neighbours * each, 0), each) * self.width
 
@@ -72,26 +69,24 @@ class Group:
 
     @property
     def part(self) -> int:
-        """The numbers that a rank holds, padded."""
+        """A rank's numbers, padded."""
         return sum(weight.part for weight in self.weights)
 
     @cached_property
     def by_mesh(self) -> tuple[tuple[Weight, ...], ...]:
-        """The weights that one collective takes: those that all ranks divide, then experts whose
-        neighbours are on other ranks.
-        """
+        """The weights of each collective: those that all ranks divide, then experts."""
         shared = tuple(one for one in self.weights if one.neighbours == 1)
         experts = tuple(one for one in self.weights if one.neighbours > 1)
         return tuple(weights for weights in (shared, experts) if weights)
 
     @cached_property
     def trained(self) -> Group:
-        """The same modules with the weights that have gradients."""
+        """The group with trained weights alone."""
         return replace(self, weights=tuple(one for one in self.weights if not one.frozen))
 
 
 def position(module: str, layers: int) -> int:
-    """Return the place of a module in the order that they run."""
+    """Return a module's place in the order they run."""
     if module == "tok_embeddings":
         return -1
     if module == "norm":
@@ -102,7 +97,7 @@ def position(module: str, layers: int) -> int:
 
 
 def groups_of(sizes: RankSizes, mine: Collection[str]) -> list[Group]:
-    """Return the FSDP groups of a rank's modules in the order they last run, as
+    """Return the FSDP groups of a rank's modules, in the order they last run, as
     `ModelSpec.fsdp_units`.
 
     mine: without a last norm that runs with the head.
@@ -135,7 +130,7 @@ def groups_of(sizes: RankSizes, mine: Collection[str]) -> list[Group]:
 
 
 def module_weights(module: str, sizes: RankSizes) -> list[Weight]:
-    """Return the weights of a module; a tied head has none."""
+    """Return a module's weights; a tied head has none."""
     args = sizes.args
     mesh = sizes.run.mesh
     if module == "output" and args.tied:

@@ -52,9 +52,9 @@ def read_shape(model: Model, section: Checkpoint, folder: str) -> FolderShape | 
     """Return the shape for `model.flavor = "from_folder"`; None: of another flavor, or one that
     needs no folder.
 
-    folder: of the run's own checkpoints, whose newest decides: a resume does not need the folder of
-    its first start. Then `model.hf_config`, then `checkpoint.initial_load_path`. Raises
-    ConfigError, and ShapeError for a name that no model has.
+    folder: of the run's own checkpoints, whose newest decides, so that a resume does not need the
+    first start's folder. Then `model.hf_config`, then `checkpoint.initial_load_path`. Raises
+    ConfigError, and ShapeError for an unknown name.
     """
     if model.flavor != FROM_FOLDER or model.name == "hf" or not missing_fields(model):
         return None
@@ -80,9 +80,7 @@ def read_shape(model: Model, section: Checkpoint, folder: str) -> FolderShape | 
 def _source_of(
     model: Model, section: Checkpoint, folder: str
 ) -> tuple[str, str | None, SourceModel | None]:
-    """Return the key that names the source of the weights, its value, and the model that the files
-    there describe; None: they describe no model. Raises ConfigError.
-    """
+    """Return the weights' key, its value and its model, if any. Raises ConfigError."""
     from titanlite.checkpoint.store_paths import StoreError, to_path
 
     spec = get_spec(model.name)
@@ -146,9 +144,7 @@ def _of_folder(path: AnyPath, name: str, spec: ModelSpec) -> SourceModel | None:
 
 
 def _as_overrides(args: Any, model: Model) -> dict[str, Any]:
-    """Return a model's arguments as entries of `model.overrides`; those that the config gives
-    itself win.
-    """
+    """Return arguments as entries of `model.overrides`; the config's own win."""
     from titanlite.models.fields import LENGTH
     from titanlite.models.rope_scaling import Scaling
 
@@ -164,10 +160,10 @@ def _as_overrides(args: Any, model: Model) -> dict[str, Any]:
 
 
 def source_problems(model: Model, section: Checkpoint, args: Any) -> Iterator[Problem]:
-    """Compare a run's model with the one that it starts from.
+    """Compare a run's model, of these arguments, with the one that it starts from.
 
-    args: those of the run. section: with the run's own folder of checkpoints; if that holds some,
-    nothing is compared, as the run resumes. A store is not asked.
+    section: with the run's own folder; if that holds checkpoints, the run resumes and nothing is
+    compared. A store is not asked.
     """
     if section.initial_load_path is None or not section.enable_checkpoint:
         return
@@ -201,7 +197,7 @@ def source_problems(model: Model, section: Checkpoint, args: Any) -> Iterator[Pr
 
 
 def _has_patterns(section: Checkpoint) -> bool:
-    """Return whether the config names weights that are not loaded, or may be missing."""
+    """Whether the config names weights that are not loaded or may be missing."""
     parts = set(GROUPS) - {"model"}
     excluded = [entry for entry in section.exclude_from_loading if entry not in parts]
     return bool(section.allow_missing or excluded)

@@ -48,8 +48,8 @@ def check_config(
 ) -> tuple[LoadedConfig, RunConfig]:
     """Load the config of a command line, check it and derive its run, as `resolve` does.
 
-    training: also refuse files and packages that are missing here. defer: leave environment
-    variables to the machines of a job, as `titanlite.config.load.read` does.
+    training: also refuse missing files and packages. defer: leave environment variables to a job's
+    machines, as `titanlite.config.load.read` does.
     """
     config, problems = read(argv, defer)
     return resolve(config, world_size, problems, machine=training, texts=True)
@@ -65,10 +65,9 @@ def resolve(
 ) -> tuple[LoadedConfig, RunConfig]:
     """Check a config that is read, and derive its run.
 
-    The config returned has the shape that `model.flavor = "from_folder"` asks for.
-
-    world_size: ranks; None: the fewest on which the degrees of parallelism fit. problems: those
-    that were found when it was read. machine and texts: as for `check_alone`.
+    The returned config has the shape of `model.flavor = "from_folder"`. world_size: ranks; None:
+    the fewest on which the degrees of parallelism fit. problems: those found when it was read.
+    machine and texts: as for `check_alone`.
 
     Raises ConfigError with all problems of the first stage that finds some. Code that a foreign
     config names is refused before the model is imported, or announced (`titanlite.config.trust`).
@@ -93,8 +92,7 @@ def check_alone(
 ) -> None:
     """Raise ConfigError for what is wrong with a config on any number of ranks.
 
-    machine: also files and packages that are missing here. texts: also local folders that leave
-    open which of their files are meant.
+    machine: also missing files and packages. texts: also ambiguous local folders.
     """
     found = [*problems] or broken(config, [not_installed])
     if not found:
@@ -126,11 +124,10 @@ def smallest_world(config: LoadedConfig) -> int:
 
 
 def _shaped(config: LoadedConfig) -> LoadedConfig:
-    """Return the config with the shape that `model.flavor = "from_folder"` asks for, in
-    model.overrides.
+    """Return the config with the shape of `model.flavor = "from_folder"` in model.overrides.
 
-    So the config that a run keeps describes its model by itself. Raises ConfigError for a folder
-    that gives no shape.
+    So a run's config describes its model by itself. Raises ConfigError for a folder without a
+    shape.
     """
     d = config.sections
     if d.model.flavor != FROM_FOLDER:
@@ -161,7 +158,7 @@ def _shaped(config: LoadedConfig) -> LoadedConfig:
 
 
 def unnamed_tokenizer(config: LoadedConfig, run: RunConfig) -> list[Problem]:
-    """Return a problem for a model that needs its own tokenizer where the config names none."""
+    """Return a problem for a model that needs its own tokenizer where none is named."""
     if config.is_given("model.tokenizer_path"):
         return []
     return placed(config, model_rules.tokenizer_problems(run))
@@ -179,10 +176,8 @@ def _task_packages(config: LoadedConfig) -> Iterable[Problem]:
 
 
 def _problems_of_run(config: LoadedConfig, run: RunConfig) -> list[Problem]:
-    """Return what does not fit the number of ranks and the model.
-
-    The numbers of the ranks and the model's own are checked together. If one is wrong, the model is
-    not divided.
+    """Return what does not fit the ranks and the model, which is divided if its numbers are
+    right.
     """
     d = config.sections
     features = run.features

@@ -21,7 +21,7 @@ _TP = "training.tensor_parallel_degree"
 
 
 def tokenizer_problems(run: RunConfig) -> Iterator[Problem]:
-    """Check that a model with a vocabulary of its own is not trained with the bundled tokenizer."""
+    """Check that a model with its own vocabulary is not trained with the bundled tokenizer."""
     vocabulary = run.model_args().vocab_size or 0
     if vocabulary > 2 * BUNDLED_IDS:
         message = (
@@ -37,7 +37,6 @@ def tokenizer_problems(run: RunConfig) -> Iterator[Problem]:
 
 
 def _refused_keys(run: RunConfig, args: Any) -> Iterator[Problem]:
-    """Find keys that a model cannot follow, which only its own code tells (`ModelSpec.why_not`)."""
     keys = {
         "training.loss_chunks": run.training.loss_chunks > 1,
         "data.mask_documents": run.data.mask_documents,
@@ -50,10 +49,7 @@ def _refused_keys(run: RunConfig, args: Any) -> Iterator[Problem]:
 
 
 def _recomputation(run: RunConfig, args: Any) -> Iterator[Problem]:
-    """Check that "every Nth block" recomputes some.
-
-    The default may recompute none, in a model of one block.
-    """
+    """Check that "every Nth block" recomputes some. The default may recompute none in one block."""
     ac = run.activation_checkpoint
     every = ac.selective_ac_option
     if ac.mode != "selective" or every in ("op", ActivationCheckpoint().selective_ac_option):
@@ -67,10 +63,7 @@ def _recomputation(run: RunConfig, args: Any) -> Iterator[Problem]:
 
 
 def tensor_problems(run: RunConfig, args: Any) -> Iterator[Problem]:
-    """Check what the ranks of tensor parallelism cannot share equally.
-
-    A vocabulary whose size is not known yet is left out.
-    """
+    """Check what tensor-parallel ranks cannot share equally; an unknown vocabulary is left out."""
     tensor = run.mesh.tensor
     if tensor == 1:
         return

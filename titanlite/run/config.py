@@ -34,7 +34,7 @@ class MeshSizes:
 
     @property
     def dimensions(self) -> dict[str, int]:
-        """Degrees by the names of the device mesh, the outermost first."""
+        """Degrees by mesh dimension, outermost first."""
         return {
             "pp": self.pipeline,
             "dp_replicate": self.dp_replicate,
@@ -50,9 +50,7 @@ class MeshSizes:
 
     @property
     def weight_shards(self) -> int:
-        """Ranks over which `fully_shard` divides each weight; ranks that share sequences hold the
-        same weights.
-        """
+        """Ranks over which `fully_shard` divides each weight, also those that share sequences."""
         return self.dp_shard * self.context
 
     @property
@@ -67,7 +65,6 @@ class MeshSizes:
 
     @property
     def weight_shards_in_words(self) -> str:
-        """The degrees whose product that is."""
         if self.context == 1:
             return "data_parallel_shard"
         return "data_parallel_shard * context_parallel"

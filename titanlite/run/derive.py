@@ -30,8 +30,8 @@ S = TypeVar("S", bound=Any)
 def derive(config: LoadedConfig, world_size: int) -> RunConfig:
     """Derive the run of a config on `world_size` ranks. It checks nothing.
 
-    A run in epochs has no length yet: `steps` and `schedule.total_steps` are None, and the
-    schedule's other numbers are provisional. `with_length` fills them in.
+    In epochs it has no length yet: `steps` and `schedule.total_steps` are None, and the schedule is
+    provisional until `with_length`.
     """
     d = config.sections
     told = Told(list(config.notes), [])
@@ -78,7 +78,7 @@ def derive(config: LoadedConfig, world_size: int) -> RunConfig:
 
 
 def below(folder: str, path: str) -> str:
-    """Return a path of the run: below `folder`, unless it is absolute or a URL."""
+    """Return a path below `folder`, unless it is absolute or a URL."""
     return path if is_url(path) else os.path.join(folder, path)
 
 
@@ -86,9 +86,7 @@ def below(folder: str, path: str) -> str:
 
 
 def degrees_of(d: Config) -> dict[str, int]:
-    """Return the dimensions of the mesh by key; one of data parallelism may be -1 for the ranks
-    left over.
-    """
+    """Return the mesh's dimensions by key; -1 in data parallelism takes the ranks left over."""
     replicate = d.training.data_parallel_replicate_degree
     shard = d.training.data_parallel_shard_degree
     if d.training.data_parallel_type == "ddp":
@@ -105,7 +103,7 @@ def degrees_of(d: Config) -> dict[str, int]:
 
 
 def parallelism(key: str) -> str:
-    """Return the name of a dimension of the mesh, by the key of its degree."""
+    """Return a mesh dimension's name by its degree's key."""
     return key.rpartition(".")[2].removesuffix("_degree")
 
 
@@ -135,7 +133,6 @@ def _mesh(d: Config, world_size: int, notes: list[str]) -> MeshSizes:
 def _ranks_left(
     d: Config, key: str, degrees: dict[str, int], world_size: int, notes: list[str]
 ) -> int:
-    """Return the degree of the dimension that takes the ranks left over."""
     fixed = {parallelism(other): degree for other, degree in degrees.items() if degree > 1}
     left = max(world_size // math.prod(fixed.values()), 1)
     divisors = "".join(f" / {name} {degree}" for name, degree in fixed.items())
@@ -169,7 +166,6 @@ def _batch(d: Config, mesh: MeshSizes, notes: list[str]) -> BatchSizes:
 
 
 def _course(d: Config, batch: BatchSizes, notes: list[str]) -> Course:
-    """Return the sizes of all steps."""
     total = batch.global_batch_size
     if not d.data.phase:
         return Course.steady(StepSize(total, batch.seq_len, total))
@@ -188,7 +184,7 @@ def _course(d: Config, batch: BatchSizes, notes: list[str]) -> Course:
 
 
 def _filled(d: Config) -> Config:
-    """Return the sections with folders below that of the run, and with values of other sections."""
+    """Return the sections with folders and other sections' values filled in."""
     validation = replace_fields(
         d.validation,
         batch_size=d.validation.batch_size or d.training.batch_size,
@@ -206,7 +202,7 @@ def _filled(d: Config) -> Config:
 
 
 def _below(folder: str, section: S, *names: str) -> S:
-    """Return a section with the paths of these names below a folder; empty ones stay."""
+    """Return a section with these paths below a folder; empty ones stay."""
     paths = {name: getattr(section, name) for name in names}
     joined = {name: below(folder, path) for name, path in paths.items() if path}
     return replace_fields(section, **joined)

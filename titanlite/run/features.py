@@ -56,8 +56,8 @@ Row = tuple[str, str]
 class Feature:
     """Base of all features, as `Callback` is of callbacks: every hook is optional.
 
-    The hooks are called for each feature that is on, in the order of `FEATURES`. What one feature
-    alone does is a method of that feature.
+    Hooks are called for each feature that is on, in the order of `FEATURES`. What one feature alone
+    does is its own method.
     """
 
     #: The key that switches it on, for messages. That of another package is on where its value is
@@ -78,7 +78,7 @@ class Feature:
         return ()
 
     def model_problems(self, run: RunConfig, args: Any) -> Iterable[Problem]:
-        """Find what does not fit these ranks, and the model on them.
+        """Find what does not fit these ranks and the model on them.
 
         args: the model's. `vocab_size` is None where the tokenizer decides it.
         """
@@ -87,9 +87,9 @@ class Feature:
     # On the machine of a rank
 
     def machine_problems(self, run: RunConfig, args: Any | None) -> Iterable[Problem]:
-        """Find what this machine, or the torch on it, cannot do. It needs no process group.
+        """Find what this machine or its torch cannot do, without a process group.
 
-        args: the model's; None before the text is read, when only the machine is looked at.
+        args: the model's; None before the text is read, for the machine alone.
         """
         return ()
 
@@ -98,7 +98,7 @@ class Feature:
     def convert(self, builder: ModelBuilder, model: nn.Module) -> None:
         """Change the modules of a model or pipeline stage on the meta device, in place.
 
-        Settings of inductor and arguments of `apply_fsdp` go to the builder, here or later.
+        Settings of inductor and arguments of `apply_fsdp` go to the builder.
         """
 
     def distribute(self, builder: ModelBuilder, model: nn.Module) -> None:
@@ -122,7 +122,7 @@ class Feature:
     # The loop, and the start report
 
     def callbacks(self, parts: TrainingComponents, write: Write) -> Iterable[Callback]:
-        """Return what accompanies the run, after all other callbacks.
+        """Return what accompanies the run, after other callbacks.
 
         write: takes a step and figures for metrics.jsonl.
         """
@@ -144,7 +144,7 @@ class Entry(NamedTuple):
 
 
 def _shared(config: Config, degree: int) -> bool:
-    """Whether several ranks share something: one process makes a seed checkpoint for any number."""
+    """Whether several ranks share something; one process makes a seed checkpoint for any."""
     return degree != 1 and not config.checkpoint.create_seed_checkpoint
 
 
@@ -235,15 +235,15 @@ class Features:
 
     @property
     def on(self) -> list[Feature]:
-        """Return the features that are on, in the order of `FEATURES`; then those of packages."""
+        """The features that are on, in the order of `FEATURES`; then those of packages."""
         names = dict.fromkeys(entry.name for entry in FEATURES)
         every = (getattr(self, name) for name in names)
         return [*(feature for feature in every if feature is not None), *self.others]
 
     def build(self, builder: ModelBuilder, divide: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Build this rank's model on the meta device: divided, or of a pipeline's divided stages.
+        """Build this rank's model on the meta device: divided, or a pipeline's divided stages.
 
-        divide: divides a whole model, or a stage, over the other ranks.
+        divide: divides a model or a stage over the other ranks.
         """
         if self.pipeline is None:
             return divide(builder.whole())
@@ -251,7 +251,7 @@ class Features:
 
 
 def features_of(config: Config) -> Features:
-    """Return the features that the sections of a config switch on."""
+    """Return the features that a config switches on."""
     on = [entry for entry in FEATURES if entry.is_on(config)]
     others = []
     for name, section in config.others.items():
@@ -263,7 +263,7 @@ def features_of(config: Config) -> Features:
 
 
 def not_installed(config: LoadedConfig) -> Iterator[Problem]:
-    """Find keys that switch on what this installation lacks."""
+    """Find keys whose features are not installed."""
     for entry in FEATURES:
         lack = entry.key and entry.is_on(config.sections) and doors.lack(entry.place)
         if lack:
@@ -271,6 +271,6 @@ def not_installed(config: LoadedConfig) -> Iterator[Problem]:
 
 
 def moe_layers_of(spec: ModelSpec, args: Any) -> MoELayers | None:
-    """Return the MoE layers of a model, on any number of ranks; None: it has none."""
+    """Return a model's MoE layers, on any number of ranks."""
     layers = spec.moe_layers(args)
     return doors.load("titanlite.features.experts:MoELayers")(layers) if layers else None

@@ -23,12 +23,12 @@ _CP = "experimental.context_parallel_degree"
 
 
 def compiles_halves(run: RunConfig) -> bool:
-    """Whether `torch.compile` makes two graphs of each block, and not one.
+    """Whether `torch.compile` makes two graphs of each block.
 
-    Where ranks share experts, the host reads a number in the middle of a block. Where they share
-    products, whole blocks have wrong gradients before torch 2.13. With full recomputation torch
-    cannot divide their graph: it puts a device mesh among the saved tensors. With offload, float8
-    and asynchronous tensor parallelism the gradients of whole blocks are not tested.
+    Where ranks share experts, the host reads a number inside a block. Where they share products,
+    whole blocks have wrong gradients before torch 2.13. With full recomputation torch cannot divide
+    their graph: a device mesh is among the saved tensors. With offload, float8 and asynchronous
+    tensor parallelism, whole blocks' gradients are untested.
     """
     ac = run.activation_checkpoint
     if run.mesh.expert > 1:
@@ -45,17 +45,14 @@ def compiles_halves(run: RunConfig) -> bool:
 
 
 def halving_key(run: RunConfig) -> str | None:
-    """Return the key of the ranks that make halves of compiled blocks; None: blocks are whole."""
+    """Return the degree's key that halves compiled blocks; None: they are whole."""
     if not run.compiles_blocks or not compiles_halves(run):
         return None
     return _TP if run.mesh.tensor > 1 else _EP
 
 
 def needs_whole_backward(d: Config) -> Iterator[tuple[str, str]]:
-    """Find what excludes schedules that split a backward into one for inputs and one for weights.
-
-    Yield the reason and the remedy of each.
-    """
+    """Yield reason and remedy of what excludes schedules that split a backward in two."""
     ac = d.activation_checkpoint
     reshard = d.training.reshard_after_forward
     if d.compiles_blocks:
@@ -77,7 +74,7 @@ def needs_whole_backward(d: Config) -> Iterator[tuple[str, str]]:
 
 
 def needs_whole_groups(d: Config) -> Iterator[str]:
-    """Find what excludes FSDP groups inside of blocks. Yield the reason of each."""
+    """Yield the reasons that exclude FSDP groups inside of blocks."""
     if d.compiles_blocks:
         yield "training.compile makes one graph of the block around it"
     if d.activation_checkpoint.by_op:
@@ -94,9 +91,7 @@ def needs_whole_groups(d: Config) -> Iterator[str]:
 
 
 def uneven_sequences(run: RunConfig) -> Iterator[Problem]:
-    """Find sequences that the ranks of tensor parallelism cannot divide: between products they
-    divide what context parallelism has left of them.
-    """
+    """Find sequences that tensor-parallel ranks cannot divide once context parallelism has."""
     tensor, context = run.mesh.tensor, run.mesh.context
     ranks = tensor * context
     for key, length in run.sequence_lengths.items():

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def steps_of(d: Config, course: Course, notes: list[str]) -> int | None:
-    """Return the steps of a run, and note how they follow from tokens; None: from epochs later."""
+    """Return a run's steps, and note how they follow from tokens; None: epochs give them later."""
     tokens = d.training.tokens
     if tokens is not None:
         steps = course.steps_with_tokens(tokens)
@@ -35,14 +35,14 @@ def _not_yet(epochs: int) -> str:
 
 
 def _per_step(course: Course, unit: str) -> str:
-    """Return the tokens, or rows as sequences, of a step in words, for each leg of the run."""
+    """Return a step's tokens or rows in each leg, in words."""
     sizes = [leg.size.tokens if unit == "tokens" else leg.size.rows for leg in course.legs]
     earlier = "".join(f"{size:,}, then " for size in sizes[:-1])
     return f"{earlier}{counted(sizes[-1], unit)} per step"
 
 
 def with_length(run: RunConfig, total_sequences: int) -> RunConfig:
-    """Return a run in epochs with its length. total_sequences: of all epochs, packed."""
+    """Return a run in epochs with its length, from all epochs' packed sequences."""
     from titanlite.data.skip_ranges import count, ranges_of_steps
 
     told = Told([], [])
@@ -68,9 +68,7 @@ def with_length(run: RunConfig, total_sequences: int) -> RunConfig:
 
 
 def with_steps(run: RunConfig, steps: int) -> RunConfig:
-    """Return the same run with another number of steps; a schedule as long as the run keeps to its
-    length.
-    """
+    """Return the run with other steps; a schedule as long as the run follows."""
     schedule = run.schedule
     if schedule.total_steps == run_length(schedule.unit, run.steps, run.course):
         length = run_length(schedule.unit, steps, run.course)

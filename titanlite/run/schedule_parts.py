@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Told:
-    """What the derivation tells a user."""
+    """What derivation tells a user."""
 
     notes: list[str]
     warnings: list[str]
 
 
 def schedule_of(d: Config, steps: int | None, course: Course, told: Told) -> Schedule:
-    """Return the schedule of a run of `steps` steps; None: their number is not known yet."""
+    """Return the schedule of `steps` steps; None: not known yet."""
     section = d.lr_scheduler
     warmup = d.training.warmup_steps
     length = run_length(section.unit, steps, course)
@@ -60,7 +60,7 @@ def schedule_of(d: Config, steps: int | None, course: Course, told: Told) -> Sch
 
 
 def run_length(unit: str, steps: int | None, course: Course) -> int | None:
-    """Return the length of a run of `steps` steps in the unit of a schedule; None: not known."""
+    """Return the length of `steps` steps in a schedule's unit."""
     if steps is None or unit == "steps":
         return steps
     return course.tokens_after(steps)
@@ -68,7 +68,7 @@ def run_length(unit: str, steps: int | None, course: Course) -> int | None:
 
 @dataclass
 class _Lengths:
-    """The parts of a schedule of `total` steps, or tokens. unit: of the two."""
+    """The parts of a schedule of `total` steps or tokens, as `unit` says."""
 
     total: int
     unit: str
@@ -77,9 +77,9 @@ class _Lengths:
     def of(
         self, name: str, ratio: float | None, given: float | None, limit: float, whole: bool
     ) -> float | None:
-        """Return the length of one part, shortened to `limit`.
+        """Return a part's length, at most `limit`.
 
-        ratio: of the schedule; None: `given` has the length. whole: no fractions of steps.
+        ratio: of the schedule; None: `given` is it. whole: no fractions of steps.
         """
         if ratio is not None:
             given = ratio * self.total

@@ -25,8 +25,6 @@ class _Needed(TypedDict):
 
 
 class _Entry(_Needed, total=False):
-    """The entries of a line, with their types."""
-
     time: str
     state: str
     reason: str
@@ -55,9 +53,8 @@ class _Entry(_Needed, total=False):
 
 
 def read_entries(folder: Path, problems: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return the lines of attempts.jsonl, oldest first; none without the file.
-
-    Damaged lines are passed over.
+    """Return the lines of attempts.jsonl, oldest first, but for damaged ones; none without the
+    file.
 
     problems: as for `utils.read_lines`.
     """
@@ -78,10 +75,9 @@ def read_entries(folder: Path, problems: list[str] | None = None) -> list[dict[s
 def read_attempts(folder: Path, problems: list[str] | None = None) -> Sequence[Attempt]:
     """Return the attempts of a run, oldest first. Unreadable records count as missing.
 
-    An attempt is its start entry and its end entry in one. "time" becomes "started" and
-    "ended" (seconds since 1970). The "step" of the start becomes "first_step". Without an end it
-    has neither "ended" nor "state", and "lost" is of the attempt before. problems: as for
-    `utils.read_lines`.
+    An attempt is its start entry and its end entry in one. "time" becomes "started" and "ended"
+    (seconds since 1970), the "step" of the start "first_step". Without an end it has neither
+    "ended" nor "state"; "lost" is of the attempt before. problems: as for `utils.read_lines`.
     """
     found: dict[int, dict[str, Any]] = {}
     for entry in read_entries(folder, problems):
@@ -97,7 +93,7 @@ def read_attempts(folder: Path, problems: list[str] | None = None) -> Sequence[A
 
 
 def _name_kept_files(attempts: Sequence[dict[str, Any]]) -> None:
-    """Give each attempt the present names of its files: a later start with others renames them."""
+    """A later start with others renames the files of an attempt."""
     names: dict[str, str] = {}
     for attempt in reversed(attempts):
         for key in ("config", "diff"):
@@ -107,8 +103,6 @@ def _name_kept_files(attempts: Sequence[dict[str, Any]]) -> None:
 
 
 class _Row(msgspec.Struct):
-    """A training row of the metrics."""
-
     step: Count
     tokens_seen: Count
     #: Seconds since 1970; 0: unknown.
@@ -116,10 +110,9 @@ class _Row(msgspec.Struct):
 
 
 def lost_since(folder: Path, attempt: Attempt, step: int, tokens: int) -> dict[str, int]:
-    """Return what a killed attempt did after a step, at which so many tokens were seen, and the
-    time of its last row.
+    """Return what a killed attempt did after a step, by its metrics, and the time of its last row.
 
-    Only its metrics can tell.
+    tokens: seen at `step`.
     """
     # The run that resumes names the damaged lines when it takes the file over.
     reached = _Row(0, 0)
@@ -136,7 +129,7 @@ def lost_since(folder: Path, attempt: Attempt, step: int, tokens: int) -> dict[s
 
 
 def _seconds(text: object) -> float | None:
-    """Return an ISO 8601 time as seconds since 1970; None for anything else."""
+    """Return an ISO 8601 time in seconds since 1970."""
     with suppress(ValueError, OverflowError):
         return datetime.fromisoformat(str(text)).timestamp()
     return None

@@ -8,10 +8,9 @@ from titanlite.runs.read import Row, Run
 
 
 def goodput_of(run: Run) -> float | None:
-    """Return the share, from the launch of the first attempt to the end of the last.
+    """Return the share of useful time, from the first launch to the last end; None: unknown.
 
     Waits for data, saves, validation, restarts and steps that were trained again are not useful.
-    None: the records do not tell.
     """
     if not run.attempts or run.ended is None:
         return None

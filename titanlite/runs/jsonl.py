@@ -33,8 +33,7 @@ FILE = "metrics.jsonl"
 class MetricsLog:
     """Appends rows to `path`.
 
-    URLs lose their logins and queries. Rows that cannot be written (disk full) are lost with one
-    warning; training continues.
+    URLs lose logins and queries. Rows that a full disk refuses are lost with one warning.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,8 +54,8 @@ class MetricsLog:
             self._warn(error)
 
     def truncate_after(self, step: int, again: Collection[str] = ()) -> None:
-        """Drop rows of steps after `step`, and a torn line, so that a resumed run writes none
-        twice. Atomic.
+        """Drop torn lines and rows of steps after `step`, so that a resumed run writes none twice.
+        Atomic.
 
         Rows without a step are kept. again: figures of `step` that will be measured again.
         """
@@ -90,7 +89,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path, problems: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl. A damaged line is passed over. Raises FileNotFoundError.
+    """Return the rows of a metrics.jsonl, but for damaged lines. Raises FileNotFoundError.
 
     problems: as for `utils.read_lines`.
     """
@@ -100,9 +99,7 @@ def read_metrics(path: Path, problems: list[str] | None = None) -> list[dict[str
 
 
 def json_value(value: T) -> T | str:
-    """Return `value`, or its text where it is a float that JSON has no form for: "nan", "inf",
-    "-inf".
-    """
+    """Return `value`, or "nan", "inf" or "-inf" for a float without a form in JSON."""
     return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -11,8 +11,7 @@ from titanlite.utils import LinkError, not_a_link
 def refuse_links(root: Path, path: Path, inside: bool = False) -> None:
     """Raise LinkError where `path` is a link, or a folder between it and `root`.
 
-    `root` itself may be one, and so may a path that lies elsewhere. inside: refuse all links in the
-    folder `path` too.
+    `root` may be one, and so may a path that lies elsewhere. inside: refuse links in `path`, too.
     """
     if not path.is_relative_to(root):
         return

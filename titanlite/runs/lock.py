@@ -63,9 +63,8 @@ class RunLock:
 
     An abandoned lock is taken over, with a warning. On the same machine its process is looked up.
     Elsewhere (another machine, another container) it must not have been renewed for
-    `LEASE_SECONDS`; the rest of them is waited for. The times compared are those of the file system
-    or the store. A run that loses its lock logs an error, and its next save fails
-    (`OwnershipCheck`).
+    `LEASE_SECONDS`, by the times of the file system or store; the rest of them is waited for. A run
+    that loses its lock logs an error, and its next save fails (`OwnershipCheck`).
 
     It waits for a run that was asked to stop and is saving. Where the launcher was killed, the next
     start may come before that run ends.
@@ -117,7 +116,7 @@ class RunLock:
                 self._release()
 
     def _release(self) -> None:
-        """Delete the lock; in a store that forbids it, note in it that it is released."""
+        """In a store that forbids deletions, note in the lock that it is released."""
         try:
             self.path.unlink()
         except OSError:
@@ -128,7 +127,7 @@ class RunLock:
             )
 
     def _take(self, path: Path | StorePath) -> None:
-        """Create a lock file, instead of an abandoned one if there is one. Raises LockedError."""
+        """Raises LockedError."""
         while not self._create(path):
             holder = _read(path)
             if holder == {}:
@@ -157,9 +156,7 @@ class RunLock:
                 _remove(claim)
 
     def _take_over(self, path: Path | StorePath, holder: dict[str, Any]) -> bool:
-        """Delete the abandoned lock of `holder`; return True where it had to be overwritten, and is
-        this run's now.
-        """
+        """Return True where the lock was overwritten, not deleted, and is this run's."""
         now = _read(path)
         if now is None or now.get("token") != holder.get("token"):
             return False
@@ -171,7 +168,6 @@ class RunLock:
         return True
 
     def _create(self, path: Path | StorePath) -> bool:
-        """Create a lock file; False where one exists."""
         try:
             if not isinstance(path, Path):
                 path.write_new(self._content)
@@ -190,9 +186,7 @@ class RunLock:
         return True
 
     def _is_alive(self, path: Path | StorePath, holder: dict[str, Any]) -> bool:
-        """Return whether a lock's holder lives; a lock that is released meanwhile counts as
-        dead.
-        """
+        """A lock that is released meanwhile counts as dead."""
         if holder.get(_RELEASED) or _is_lost(holder):
             return False
         alive = process_is_alive(holder)
@@ -223,7 +217,7 @@ class RunLock:
         return False
 
     def _outlasts(self, path: Path | StorePath, holder: dict[str, Any]) -> bool:
-        """Wait for a live holder that was asked to stop; return whether it has gone."""
+        """Wait for a holder that was asked to stop; return whether it has gone."""
         if not holder.get(_ENDING):
             return False
         logger.warning(
@@ -242,7 +236,6 @@ class RunLock:
         return False
 
     def _announce_end(self) -> None:
-        """Say in the lock that this run is ending."""
         self._content = json.dumps({**json.loads(self._content), _ENDING: True}).encode() + b"\n"
         if isinstance(self.path, Path):
             atomic_write(self.path, self._content)
@@ -276,9 +269,7 @@ class RunLock:
 
 
 class OwnershipCheck:
-    """Notices that another run has taken a folder since the first look, so that nothing more is
-    published there.
-    """
+    """Notices that another run has taken a folder, so that nothing more is published there."""
 
     def __init__(self, folder: Path | StorePath, token: object = None) -> None:
         self._path = folder / FILE
@@ -286,8 +277,8 @@ class OwnershipCheck:
         self._looked = token is not None
 
     def look(self) -> None:
-        """Raise LockLostError when the lock belongs to another run than at the first call, OSError
-        if it is unknown.
+        """Raise LockLostError when the lock is another run's than at the first call, OSError if
+        unknown.
         """
         holder = _read(self._path)
         if not self._looked:
@@ -303,10 +294,8 @@ class OwnershipCheck:
 def last_sign_of_life(folder: Path) -> float | None:
     """Return when the live run in a folder last renewed its lock, in seconds since 1970.
 
-    None: no run is alive.
-
-    The age of a lock from elsewhere is judged by the clocks of both machines: this function writes
-    nothing.
+    None: no run is alive. A lock from elsewhere is judged by the clocks of both machines: this
+    function writes nothing.
     """
     with suppress(OSError):
         holder = _read(folder / FILE)
@@ -321,9 +310,7 @@ def last_sign_of_life(folder: Path) -> float | None:
 
 
 def _remove(path: Path | StorePath) -> bool:
-    """Delete a file or an object; return False where a store forbids it. Raises OSError for
-    a file.
-    """
+    """Return False where a store forbids it. Raises OSError for a file."""
     try:
         path.unlink(missing_ok=True)
     except OSError:
@@ -334,10 +321,7 @@ def _remove(path: Path | StorePath) -> bool:
 
 
 def _read(path: Path | StorePath) -> dict[str, Any] | None:
-    """Return a lock's content: empty if it is damaged, None if the lock does not exist.
-
-    Raises OSError.
-    """
+    """Return {} if damaged, None if there is no lock. Raises OSError."""
     try:
         if isinstance(path, Path):
             with open(path, "rb", opener=not_a_link) as stream:
@@ -366,7 +350,6 @@ def _describe(holder: dict[str, Any]) -> str:
 
 
 def _is_lost(holder: dict[str, Any]) -> bool:
-    """Return whether a holder ran on a host that this job has lost."""
     host = str(holder.get("host")).partition(".")[0]
     return bool(host) and host in os.environ.get(LOST_HOSTS, "").split(",")
 
@@ -382,12 +365,11 @@ def process_is_alive(holder: dict[str, Any]) -> bool | None:
 
 
 def process_of(pid: int) -> dict[str, Any]:
-    """Return id, start time (clock ticks since boot) and space of a running process, else only the
+    """Return id, start time (clock ticks since boot) and space of a process; without a /proc its
     id.
 
     The space is this boot of the machine and the PID namespace: an id means the same process only
-    there. Host names do not tell that: machines may share one, and so may containers. Without a
-    /proc there is only the id.
+    there. Host names do not tell that: machines may share one, and so may containers.
     """
     try:
         # The name in parentheses may contain spaces and parentheses. A zombie (Z, X) has ended.

@@ -24,7 +24,7 @@ _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 class RankLog(logging.FileHandler):
     """Appends the log of one rank to a file, without colours. Raises OSError.
 
-    A later failed write (disk full) loses lines, with one line on standard error.
+    A later failed write loses lines, with one line on standard error.
     """
 
     _warned = False
@@ -45,8 +45,7 @@ class RankLog(logging.FileHandler):
 
 @contextmanager
 def rank_log(folder: Path, rank: int) -> Iterator[None]:
-    """Log this rank into `folder` while the block runs; an exception that leaves the block is
-    logged with traceback.
+    """Log this rank into `folder` during the block, and the exception that leaves it.
 
     A folder that cannot be written to costs the log, with a warning.
     """
@@ -64,7 +63,6 @@ def rank_log(folder: Path, rank: int) -> Iterator[None]:
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
 
     def log(level: int, text: str) -> None:
-        """Write a line into this file only."""
         file.handle(logging.LogRecord(logger.name, level, __file__, 0, text, None, None))
 
     logger.addHandler(file)

@@ -67,7 +67,7 @@ _NOT_COMPARED = ("job.config_file", "job.extends", "job.dialect")
 
 @functools.cache
 def origin() -> dict[str, Any]:
-    """Return what a process runs with, as manifests hold it: versions, commit and variables."""
+    """Return versions, commit and variables of this process, as in manifests."""
     return {
         "versions": versions(),
         "git": git_state().record,
@@ -77,9 +77,7 @@ def origin() -> dict[str, Any]:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return the installed versions of titanlite, Python and the libraries that affect numbers;
-    imports nothing.
-    """
+    """Return the versions of Python and the packages that affect numbers; imports nothing."""
     found = {"titanlite": __version__, "python": platform.python_version()}
     for name in _LIBRARIES:
         with suppress(metadata.PackageNotFoundError):
@@ -99,9 +97,7 @@ def launched() -> float | None:
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that affect results or speed, without those whose names suggest a
-    secret.
-    """
+    """Return the variables that affect results or speed, without secrets by their names."""
     found = {}
     for name, value in sorted(variables.items()):
         matters = name.startswith(_PREFIXES) or name in _NAMES
@@ -111,9 +107,7 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def command(argv: Sequence[str]) -> list[str]:
-    """Return a command line without secrets: values of `launch.environment` and URLs' logins and
-    queries.
-    """
+    """Return a command line without values of `launch.environment`, URLs' logins and queries."""
     words: list[str] = []
     hide_next = False
     for word in argv:
@@ -140,7 +134,7 @@ def config_text(toml: str) -> str:
 
 
 def public_config(toml: str) -> str:
-    """Return a resolved config without those secrets, and without logins and queries of URLs."""
+    """Return a resolved config without secrets in `launch.environment` and in URLs."""
     return public(config_text(toml))
 
 
@@ -163,8 +157,7 @@ def config_values(toml: str) -> dict[str, Any]:
 
 
 def config_changes(old: object, new: object) -> dict[str, str]:
-    """Return "old -> new" by key for two configs as TOML texts; empty where one of them is no such
-    text.
+    """Return "old -> new" by key for two configs as TOML texts; empty where one of them is none.
 
     Values are shown as in JSON, missing ones as "(not set)".
     """
@@ -190,9 +183,8 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
 
 @dataclass(frozen=True)
 class GitState:
-    """`record`: commit and changes, for attempts.jsonl.
-
-    `diff`: the changes to tracked files, None without any.
+    """`record`: commit and changes, for attempts.jsonl. `diff`: of tracked files; None: no
+    changes.
     """
 
     record: dict[str, Any]
@@ -202,8 +194,8 @@ class GitState:
 def git_state(package: Path | None = None) -> GitState:
     """Return commit and changes of the checkout that contains the package.
 
-    The diff is cut after `DIFF_LIMIT` bytes, and its URLs lose their secrets. Without a checkout,
-    or when git fails, `record` has the reason as "unknown".
+    The diff is cut after `DIFF_LIMIT` bytes, and its URLs lose their secrets. Where git fails,
+    `record` has the reason as "unknown".
     """
     folder = package or Path(titanlite.__file__).parent
     try:

@@ -61,8 +61,7 @@ class RunError(ValueError):
 class Run:
     """One run with all its attempts.
 
-    `rows` have a step each, in the order of the file; values that are not finite are NaN or
-    infinite.
+    `rows` have a step each, in the order of the file; values may be NaN or infinite.
     """
 
     folder: Path
@@ -77,8 +76,8 @@ class Run:
 
     @property
     def state(self) -> str:
-        """running, done, stopped (by the guard), preempted, failed, died, or unknown (no attempt is
-        recorded).
+        """running, done, stopped (by the guard), preempted, failed, died, or unknown (no
+        record).
         """
         if not self.attempts:
             return "unknown"
@@ -108,7 +107,6 @@ class Run:
 
     @property
     def steps(self) -> int | None:
-        """Steps of the whole run."""
         steps = self.attempts[-1].get("steps") if self.attempts else None
         return steps if isinstance(steps, int) else None
 
@@ -146,7 +144,6 @@ class Run:
         return last.get("ended") or self._last_sign(last["started"] or 0.0, math.inf)
 
     def _last_sign(self, start: float, end: float) -> float:
-        """Return when an attempt between two times last showed that it lived."""
         seen = [start, *(time for time in self._times if start <= time < end)]
         if end == math.inf:
             seen.append(self.alive or start)
@@ -157,9 +154,7 @@ class Run:
         return [row["time"] for row in self.rows if "time" in row]
 
     def segments(self) -> list[list[Row]]:
-        """Return the training rows by attempt; one list where nothing distinguishes the
-        attempts.
-        """
+        """Return the training rows by attempt; one list where nothing distinguishes them."""
         later = [attempt["started"] for attempt in self.attempts[1:]]
         starts = [start for start in later if start is not None]
         parts: list[list[Row]] = [[] for _ in range(len(starts) + 1)]
@@ -174,8 +169,8 @@ class Run:
 def read_run(path: Path, *, partial: bool = False) -> Run:
     """Read the run in a folder, or that of a metrics file such as an earlier run's metrics-1.jsonl.
 
-    Damaged lines and figures are left out, and named in `problems`. Raises RunError for what is no
-    run, and for a config that cannot be read. partial: the latter goes into `problems` instead.
+    Damaged lines and figures are named in `problems`. Raises RunError for what is no run, and for a
+    config that cannot be read. partial: the latter goes into `problems` instead.
     """
     path = Path(path)
     problems: list[str] = []
@@ -228,7 +223,7 @@ def _attempts_of_last_run(folder: Path, problems: list[str]) -> tuple[Attempt, .
 
 
 def _begins_again(attempt: Attempt, before: Attempt) -> bool:
-    """Return whether an attempt repeats the one before, which has left no checkpoint."""
+    """Return whether an attempt repeats one that has left no checkpoint."""
     is_same = attempt.get("began") == "fresh" and not attempt.get("config_changes")
     kept = before.get("saved_step") or before.get("first_step")
     return is_same and not kept and before.get("state") != "done"
@@ -264,10 +259,9 @@ def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
 
 
 def _rows(path: Path, problems: list[str]) -> tuple[Row, ...]:
-    """Return the figures of a metrics file; training rows get "total_tps", tokens per second over
-    all devices.
+    """Training rows get "total_tps", tokens per second over all devices. Raises FileNotFoundError.
 
-    A figure that is no number is left out, and named in `problems`. Raises FileNotFoundError.
+    A figure that is no number is left out, and named in `problems`.
     """
     rows: list[dict[str, float]] = []
     step = 0.0
@@ -288,7 +282,7 @@ def _rows(path: Path, problems: list[str]) -> tuple[Row, ...]:
 
 
 def _figures(raw: Mapping[str, Any], path: Path, problems: list[str]) -> dict[str, float]:
-    """Return the figures of a line of a metrics file; none for one without a step."""
+    """A line without a step has none."""
     row: dict[str, float] = {}
     if "step" not in raw:
         return row
@@ -305,10 +299,7 @@ def _figures(raw: Mapping[str, Any], path: Path, problems: list[str]) -> dict[st
 
 
 def _number(value: Any) -> float | None:
-    """Return the number that a row holds; a text stands for one that is not finite.
-
-    None: it is no number.
-    """
+    """A text stands for a number that is not finite; None: it is none."""
     if not isinstance(value, (int, float, str)):
         return None
     try:

@@ -69,7 +69,6 @@ class Start:
 
     @property
     def began(self) -> str:
-        """How the attempt began, in words."""
         if self.resumed:
             return f"resumed from step {self.step}"
         return "fresh" if self.source is None else f"from {self.source}"
@@ -84,9 +83,7 @@ class Begun(NamedTuple):
 
 
 class AttemptRecord:
-    """Writes the lines of the attempt under way. A failed write costs the lines, with one
-    warning.
-    """
+    """Writes the lines of an attempt. A failed write costs the lines, with one warning."""
 
     def __init__(self, folder: Path, number: int, step: int, tokens: int, resumed: bool) -> None:
         self.path = folder / ATTEMPTS
@@ -97,16 +94,14 @@ class AttemptRecord:
         self._warned = False
 
     def saved(self, step: int, tokens: int) -> None:
-        """Note that the checkpoint of `step`, after `tokens` tokens, exists."""
         self._saved_step = step
         self._kept = step, tokens
 
     def end(
         self, state: FinalState, step: int, tokens: int = 0, exit_code: int = 0, reason: str = ""
     ) -> None:
-        """Record the end of the attempt after `step` steps and `tokens` tokens.
-
-        Only the first call counts.
+        """Record the end of the attempt after `step` steps and `tokens` tokens; the first call
+        counts.
         """
         if self._ended:
             return
@@ -142,10 +137,7 @@ class AttemptRecord:
 
 
 def begin(folder: Path, start: Start) -> Begun:
-    """Record that an attempt starts.
-
-    Call it on rank 0 only, before anything else in the folder is changed.
-    """
+    """Record that an attempt starts: on rank 0, before anything else in the folder is changed."""
     previous = _attempts_before(folder)
     number = 1 + max((attempt["attempt"] for attempt in previous), default=0)
     git = provenance.git_state()
@@ -171,7 +163,6 @@ def begin(folder: Path, start: Start) -> Begun:
 
 
 def _attempts_before(folder: Path) -> Sequence[Mapping[str, Any]]:
-    """Return the attempts in a folder, oldest first; a new one has none to read."""
     if not os.path.exists(folder / ATTEMPTS):
         return []
     from titanlite.runs.attempts import read_attempts
@@ -181,8 +172,6 @@ def _attempts_before(folder: Path) -> Sequence[Mapping[str, Any]]:
 
 @dataclass
 class _KeptFiles:
-    """The config and the changes to the code, of this attempt and of the ones before."""
-
     #: "old -> new" by key of the config.
     changes: dict[str, str] = field(default_factory=dict)
     #: New names of files of an attempt before.
@@ -190,7 +179,6 @@ class _KeptFiles:
 
 
 def _keep_files(folder: Path, config: str, diff: bytes | None, number: int) -> _KeptFiles:
-    """Write config.toml and git.diff of attempt `number`; keep earlier ones that differ."""
     kept = _KeptFiles()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -212,7 +200,6 @@ def _keep_files(folder: Path, config: str, diff: bytes | None, number: int) -> _
 def _start_entry(
     start: Start, number: int, git: provenance.GitState, kept: _KeptFiles
 ) -> dict[str, Any]:
-    """Return the line of a start, without what it has to tell of the attempt before."""
     entry: dict[str, Any] = {
         "event": "start",
         "attempt": number,
@@ -244,9 +231,7 @@ def _start_entry(
 
 
 def _replace(path: Path, content: bytes | None, attempt: int) -> str | None:
-    """Write a file of this attempt (None: it has none); returns the new name of a former one that
-    differs.
-    """
+    """Return the new name of a former file that differs."""
     old = read_own(path) if path.exists() else None
     if old == content:
         return None
@@ -260,7 +245,6 @@ def _replace(path: Path, content: bytes | None, attempt: int) -> str | None:
 
 
 def _free_name(path: Path, number: int) -> Path:
-    """Return the first of config-N.toml, config-N+1.toml, … that does not exist."""
     while True:
         name = path.with_name(f"{path.stem}-{number}{path.suffix}")
         if not name.exists():

@@ -91,9 +91,7 @@ class Source:
     adapters: AdapterFiles | None = None
 
     def converted(self, dtype: str | None, progress: Progress) -> Source:
-        """Return the same weights in another precision (None: as they are), which report their
-        progress when read.
-        """
+        """Return the weights in another precision (None: as they are), with progress when read."""
         empty = self.empty
         if dtype:
             empty = {name: converted(name, tensor, dtype) for name, tensor in empty.items()}
@@ -130,12 +128,11 @@ def open_source(
     (`progress`).
 
     ema: those of a checkpoint's average (optimizer.ema_decay). trust_code: import the model's code
-    if the file names code; see `titanlite.config.trust`. base: the weights under adapters; None:
-    where the adapters say that they are. described: the model of a checkpoint of torchtitan, which
-    does not tell it.
+    if the file names code (`titanlite.config.trust`). base: the weights under adapters; None: where
+    the adapters say. described: the model of a checkpoint of torchtitan, which does not tell it.
 
-    Raises CheckpointError when it holds no weights, or others than those of the model that it
-    describes. Raises ConfigError when it names code that is not trusted.
+    Raises CheckpointError when it holds no weights, or those of another model than it describes,
+    and ConfigError when it names code that is not trusted.
     """
     if is_torchtitan(path):
         source = _of_torchtitan(path, described)
@@ -241,7 +238,6 @@ def _peft(path: AnyPath, progress: Progress, origin: Origin, base: AnyPath | Non
 
 
 def _merged(source: Source, files: AdapterFiles, base: Source) -> Source:
-    """Return the weights that adapters and their base make. source: of the adapters."""
     from titanlite.features.lora.source import merged
 
     if base.adapters is not None:
@@ -266,7 +262,7 @@ def _described(path: AnyPath, record: Mapping[str, Any], origin: Origin) -> tupl
 
 
 def _foreign(path: AnyPath, spec: ModelSpec | None = None, args: Any = None) -> Source:
-    """Return the weights of another program. spec, args: of their model; None: by its config."""
+    """spec, args: of the model; None: by its config."""
     weights = open_weights(path, spec, args)
     weights.check_head()
     has_config = path.is_dir() and (path / HF_CONFIG).is_file()
@@ -310,12 +306,11 @@ def convert(  # noqa: PLR0913
     """Write the weights in `path` to the folder `target`, of Hugging Face's layout; return it.
 
     path: one of our checkpoints (or a folder of them), or a folder of another program's. The target
-    appears when it is whole, and nothing is overwritten.
-    dtype: of tensors in floating point, such as "bfloat16"; None: as they are. ema: the average of
-    the weights (optimizer.ema_decay), from a checkpoint. report: takes a line about the logits that
-    both sides compute of a sample, and one about the ids of texts; None: neither is compared.
-    trust_code, base, described: as for `open_source`. Of a checkpoint of adapters the merged
-    weights are written, and with `to = "peft"` the adapters alone.
+    appears when it is whole, and nothing is overwritten. dtype: of tensors in floating point, such
+    as "bfloat16"; None: as they are. report: takes a line about the logits that both sides compute
+    of a sample, and one about the ids of texts; None: neither is compared. ema, trust_code, base,
+    described: as for `open_source`. Of a checkpoint of adapters the merged weights are written, and
+    with `to = "peft"` the adapters alone.
 
     Raises CheckpointError, also when logits or ids differ; then nothing is published.
     """

@@ -75,9 +75,8 @@ class Contents:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How one tensor differs.
-
-    `left` and `right` are [dtype, shape], None where there is no such tensor.
+    """How one tensor differs: `left`, `right` are [dtype, shape], None if there is no such
+    tensor.
     """
 
     name: str
@@ -108,7 +107,7 @@ def compare(left: Contents, right: Contents) -> Iterator[TensorDifference]:
 
 
 def measure(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float, float]:
-    """Return the elements that differ (two NaNs do not), and the largest absolute and relative
+    """Return how many elements differ (NaNs do not), and the largest absolute and relative
     difference.
     """
     elements = 0
@@ -141,11 +140,9 @@ Read = Callable[[str], torch.Tensor]
 
 
 def compare_logits(family: str, args: Any, read: Read, folder: Path) -> str:
-    """Compare the logits of a sample of random tokens; return a line about it.
+    """Compare the logits of random tokens; return a line about it. Raises CheckpointError.
 
     read: our name → tensor. folder: the same weights, as Hugging Face's.
-
-    Raises CheckpointError when the logits differ.
     """
     shape = (1, min(TOKENS, args.max_seq_len))
     sample = torch.randint(args.vocab_size, shape, generator=torch.Generator())
@@ -172,9 +169,9 @@ def compare_logits(family: str, args: Any, read: Read, folder: Path) -> str:
 
 def compare_ids(tokenizer: str, folder: Path) -> str:
     """Compare the ids of sample texts by `AutoTokenizer`, from an exported folder, with
-    titanlite's; return a line.
+    titanlite's.
 
-    tokenizer: path of the run's. Raises CheckpointError when ids differ, unless
+    tokenizer: path of the run's. Returns a line. Raises CheckpointError when ids differ, unless
     `transformers` takes its own class for such a model. No file can change that, and the line says
     so.
     """
@@ -244,9 +241,7 @@ def fill(
 
 
 def our_logits(family: str, args: Any, read: Read, tokens: torch.Tensor) -> torch.Tensor:
-    """Return titanlite's logits [1, seq, vocab] in float32; the weights of one block at a time are
-    in memory.
-    """
+    """Return titanlite's logits [1, seq, vocab] in float32, with one block's weights in memory."""
     spec = get_spec(family)
     model = empty_model(spec, args)
     empty = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
@@ -271,7 +266,7 @@ def our_logits(family: str, args: Any, read: Read, tokens: torch.Tensor) -> torc
 
 
 def _cannot(family: str, args: Any) -> str:
-    """Return why `transformers` cannot compute the logits here; "" if it can."""
+    """Return why `transformers` cannot compute the logits; "": it can."""
     if importlib.util.find_spec("transformers") is None:
         return _NO_TRANSFORMERS
     # 4 bytes of float32, and a part of it once more.
@@ -307,11 +302,10 @@ def _transformers(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _pretrained(folder: Path) -> Any:
-    """Return the model of `transformers` for a folder, which may be of somebody else: no code of it
-    runs.
+    """Return the model of `transformers` for a folder, which may be of somebody else.
 
-    Python files that `auto_map` names stay unread, and kernels that config.json names are not
-    fetched.
+    No code of it runs: files that `auto_map` names stay unread, and kernels that config.json names
+    are not fetched.
     """
     from transformers import AutoModelForCausalLM
 

@@ -52,8 +52,6 @@ class _Storage:
 
 
 class _Visit(NamedTuple):
-    """A module runs in a phase, while storages begin, end and change by so many bytes."""
-
     phase: str
     module: str
     events: list[tuple[_Storage, int]]
@@ -62,9 +60,8 @@ class _Visit(NamedTuple):
 class MemoryMeter(TorchDispatchMode):
     """Measures the bytes of all storages that exist in a step.
 
-    model, optimizer: of the run. blocks: names of the model's blocks. head: name of the head.
-    integer: what the host reads from an int64 tensor without data; others are read as
-    1.
+    blocks: names of the model's blocks. head: name of the head. integer: what the host reads from
+    an int64 tensor without data; others are read as 1.
     """
 
     supports_higher_order_operators = True
@@ -120,12 +117,10 @@ class MemoryMeter(TorchDispatchMode):
         module.register_forward_hook(after, prepend=True)
 
     def phase(self, name: str) -> None:
-        """Note that a phase of `TrainStep` begins."""
         if name != "pipeline":
             self.enter(name, self._head if name == "backward" else "")
 
     def enter(self, phase: str, module: str) -> None:
-        """Note that a module runs from now on."""
         for parameter in self._parameters:
             if parameter.grad is not None:
                 self.track(parameter.grad, "gradients")
@@ -217,7 +212,7 @@ class MemoryMeter(TorchDispatchMode):
         self._track_state()
 
     def _resizing(self) -> Any:
-        """Return `UntypedStorage.resize_`, which no operator shows, with a note of what it did."""
+        """No operator shows `UntypedStorage.resize_`."""
         real = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, nbytes: int) -> Any:
@@ -232,9 +227,7 @@ class MemoryMeter(TorchDispatchMode):
         return resize
 
     def _unmetered(self) -> Any:
-        """Return the method `_SHAPES` of DTensor, whose operators are not counted: its tensors have
-        no bytes.
-        """
+        """The tensors of DTensor's method `_SHAPES` have no bytes."""
         real = getattr(ShardingPropagator, _SHAPES)
 
         def propagate(*args: Any) -> Any:
@@ -292,13 +285,11 @@ def _tensors(values: object) -> list[Tensor]:
 
 @functools.cache
 def _holds_others(kind: type) -> bool:
-    """Return whether tensors of a class do their work on tensors inside of them, as a DTensor."""
     return hasattr(kind, "__tensor_flatten__")
 
 
 @functools.cache
 def _marked(func: Any) -> str | None:
-    """Return the part of an operator's arguments that is known by the operator."""
     name = str(func)
     if name.startswith("fsdp.split_with_sizes_copy"):
         return "gathered weights"

@@ -47,8 +47,8 @@ _BY_FORMULA = "plan it by formula, without --exact"
 def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
     """Run a training step of rank `rank` without data, and return its memory by part.
 
-    device: "cuda": as a run on GPUs chooses optimizer and offload; "cpu": as one on CPUs.
-    Compiled modules run eagerly, which keeps more: the result is an upper bound.
+    device: "cuda" or "cpu", for the run's optimizer and offload. Compiled modules run eagerly,
+    which keeps more: the result is an upper bound.
 
     Raises ConfigError for a run that offloads to the host, and RuntimeError in a process that has a
     default process group: the trace makes one of its own.
@@ -113,10 +113,10 @@ def _measure_step(run: RunConfig, parts: ModelParts) -> MemoryMeter:
 
 
 def _rows_to_each(run: RunConfig, args: Any) -> int:
-    """Return the rows that an MoE layer sends to each of the ranks that share its experts: of
-    integers, the host reads those alone.
+    """Return the rows that an MoE layer sends to each of the ranks that share its experts.
 
-    Experts are taken as balanced. Raises ConfigError if the rows do not divide.
+    The host reads no other integers. Experts are taken as balanced. Raises ConfigError if the rows
+    do not divide.
     """
     ranks = run.mesh.expert
     # Tensor-parallel ranks divide the sequence.
@@ -131,7 +131,6 @@ def _rows_to_each(run: RunConfig, args: Any) -> int:
 def _first_update(
     run: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[torch.Tensor]:
-    """Make the optimizer's state, and return the averages of the weights."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
@@ -143,9 +142,7 @@ def _first_update(
 
 
 def _traced(run: RunConfig, device: str) -> RunConfig:
-    """Return the run with what a trace can run: eagerly, with two micro-batches at most (more add
-    nothing).
-    """
+    """Run eagerly, and two micro-batches at most: more add nothing."""
     accumulation = run.batch.accumulation
     if run.mesh.pipeline == 1:
         accumulation = min(accumulation, 2)
@@ -178,9 +175,7 @@ def _batches(run: RunConfig) -> list[Batch]:
 
 @contextlib.contextmanager
 def _fake_group(size: int, rank: int, device: str) -> Iterator[None]:
-    """Enter a default process group of `size` ranks. This process is one of them; the others do not
-    exist.
-    """
+    """Enter a default group of `size` ranks, of which only this process exists."""
     from torch.distributed import device_mesh
 
     real: Any = device_mesh.new_group
@@ -204,7 +199,7 @@ def _fake_group(size: int, rank: int, device: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _like_gpu() -> Iterator[None]:
-    """Inside, let the model do on CPU tensors what it does on a GPU, where the memory differs."""
+    """Let the model do on CPU tensors what it does on a GPU, where the memory differs."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None) -> torch.Tensor:
         # On a GPU torch makes no tensor of a `CausalBias`.
@@ -220,10 +215,9 @@ def _like_gpu() -> Iterator[None]:
 
 
 class _CompiledLoss(torch.autograd.Function):
-    """The memory of a compiled loss on divided logits: it keeps them and probabilities, beside a
-    gradient in float32.
+    """The memory of a compiled loss on divided logits, of which eager code in place needs less.
 
-    The loss in place, which eager code takes, needs less.
+    It keeps them and probabilities, beside a gradient in float32.
     """
 
     @staticmethod
@@ -241,9 +235,7 @@ class _CompiledLoss(torch.autograd.Function):
 
 
 class _FusedNorm(torch.autograd.Function):
-    """The memory of torch's fused RMSNorm of GPUs: no temporary tensors, and one number per row for
-    the backward.
-    """
+    """The memory of torch's fused RMSNorm of GPUs: one number per row for the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

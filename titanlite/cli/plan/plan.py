@@ -91,7 +91,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def ranks_of(arguments: argparse.Namespace, config: LoadedConfig) -> int | None:
-    """Return the number of GPUs that the options or section `[launch]` give."""
+    """Return the GPUs that options or section `[launch]` give."""
     launch = config.sections.launch
     instance = arguments.instance or ("" if arguments.gpu else launch.instance_type)
     size = find_instance(instance).gpus if instance else launch.gpus_per_node
@@ -130,14 +130,13 @@ def _refuse(arguments: argparse.Namespace, names: Iterable[str], why: str, hint:
 
 
 def as_json(value: object) -> str:
-    """Return a value as the commands print JSON; a number that is not finite is an error."""
+    """Return JSON as the commands print it; a number that is not finite is an error."""
     return json.dumps(value, indent=2, allow_nan=False)
 
 
 def _for_each_gpu(
     config: LoadedConfig, ranks: int | None, arguments: argparse.Namespace
 ) -> tuple[str, int]:
-    """Plan the run on each kind of GPU, or on --gpu: on `ranks` GPUs or the fewest that fit it."""
     hint = "give --gpus N --gpu NAME, or --instance TYPE --nodes N, or section [launch]"
     _refuse(arguments, ("exact", "rank", "search"), "is for one cluster", hint)
     runs = [with_vocabulary(run) for run in _sizes(config, ranks)]
@@ -162,8 +161,9 @@ def _for_each_gpu(
 
 
 def _sizes(config: LoadedConfig, ranks: int | None) -> list[RunConfig]:
-    """Return the run on `ranks` GPUs, or on all numbers of them that fit the config, doubled from
-    the fewest: whole machines, if any are.
+    """Return the run on `ranks` GPUs, or on all numbers that fit, doubled from the fewest.
+
+    They are whole machines, if any are.
     """
     if ranks:
         return [resolve(config, ranks)[1]]

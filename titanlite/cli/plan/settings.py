@@ -107,5 +107,4 @@ def batches(run: RunConfig, mesh: Mesh) -> Iterator[Changes]:
 
 
 def _powers(most: int) -> list[int]:
-    """Return 1, 2, 4, … up to `most`."""
     return [2**n for n in range(most.bit_length())]

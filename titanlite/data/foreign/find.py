@@ -25,8 +25,7 @@ MEGATRON = "Megatron-LM's .bin and .idx"
 def find_tokens(place: Place) -> Listing:
     """Return the token files of a path, in order.
 
-    Raises DataError, naming the config's key, if there are none, or a folder leaves open which are
-    meant.
+    Raises DataError, naming the config's key, if there is none or the choice is unclear.
     """
     if is_url(place.path):
         name = public_name(place.path)
@@ -74,7 +73,7 @@ def _suffix(name: str) -> str:
 
 
 def _named(path: Path, key: str) -> list[FoundFile]:
-    """Return a file or those of a pattern, with those beside them that make a pair."""
+    """Return the files, with those beside them that make a pair."""
     matches = [path]
     if not path.is_file():
         matches = [Path(name) for name in glob.iglob(str(path), recursive=True)]

@@ -24,7 +24,7 @@ _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 class _Index(NamedTuple):
-    """Megatron-LM's index: length in tokens and first byte of each sequence.
+    """Length in tokens and first byte of each sequence.
 
     `documents` has the sequences at which documents begin, with an end.
     """
@@ -51,8 +51,7 @@ class _MegatronPart(Part):
 def megatron_part(name: Path) -> Part:
     """Open a pair of files (Megatron-LM's megatron/core/datasets/indexed_dataset.py).
 
-    Their sequences must lie end to end. Raises DataError for damaged files, OSError for unreadable
-    ones.
+    Sequences must lie end to end. Raises DataError for damaged files, OSError for unreadable ones.
     """
     file, index_file = pair_of(name)
     index = _read_index(index_file)

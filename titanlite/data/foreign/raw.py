@@ -58,8 +58,8 @@ _REPORT_SECONDS = 10.0
 class RawFile(NamedTuple):
     """A file and what it tells of its tokens.
 
-    `dtype` is None if nothing tells it; `tokens` None goes to the end. With `leads` an id between
-    documents is the first of its document.
+    `tokens` None goes to its end. With `leads` an id between documents is the first of its
+    document.
     """
 
     path: Path
@@ -82,8 +82,8 @@ def open_foreign(
     """Open another program's token files; return parts, files, and in words what separates
     documents.
 
-    These words are "" for an index. Raises DataError for damaged files, several kinds or an open
-    type of ids, and OSError for unreadable files.
+    Raises DataError for damaged files, several kinds or an open type of ids, and OSError for
+    unreadable files.
     """
     listing = find_tokens(Place(path, key, keys.split))
     names = list(map(Path, listing.files))
@@ -136,10 +136,7 @@ def open_foreign(
 
 
 def read_header(path: Path) -> RawFile:
-    """Return a file and what it tells of its tokens.
-
-    Raises DataError, naming the file, if it is empty, cut, or holds no ids.
-    """
+    """Return a file and what it tells. Raises DataError if it is empty, cut, or holds no ids."""
     file = RawFile(path, path.stat().st_size)
     head = file.read(0, _HEAD)
     if not head:
@@ -185,7 +182,7 @@ def _of_numpy(file: RawFile, head: bytes) -> RawFile:
 def guess_type(files: Sequence[RawFile], tokenizer_size: int, vocab_size: int, key: str) -> str:
     """Return the narrowest type of ids for the tokenizer, for files without a header.
 
-    Raises DataError, naming `key`, if a wider type fits too: 4-byte tokens read as 2 are ids and
+    Raises DataError, naming `key`, if a wider one fits too: 4-byte tokens read as 2 are ids and
     zeros.
     """
     expected = "uint16" if tokenizer_size <= 1 << 16 else "uint32"
@@ -202,7 +199,6 @@ def guess_type(files: Sequence[RawFile], tokenizer_size: int, vocab_size: int, k
 
 
 def _fits(file: RawFile, dtype: np.dtype[Any], vocab_size: int) -> bool:
-    """Whether beginning, middle and end of a file are ids of a type."""
     if file.size % dtype.itemsize:
         return False
     last = max(file.size - _PIECE, 0) // 8 * 8
@@ -233,7 +229,7 @@ class Cut(NamedTuple):
 def find_cut(first_tokens: NDArray[Any], tokenizer: Tokenizer, has_leading_ids: bool) -> Cut:
     """Return where documents are cut, from the first tokens of the first file.
 
-    `has_leading_ids` is true for a program whose documents begin with such an id.
+    `has_leading_ids` tells that the program's documents begin with such an id.
     """
     ends = (tokenizer.bos_id, tokenizer.eos_id)
     if len(first_tokens) and int(first_tokens[0]) in ends:

@@ -26,9 +26,8 @@ class RowLosses:
     """A loss function that also keeps the loss of each row of a training step, on the device.
 
     Rows go through the loss one by one, with the same bits of gradients. Calls come in row order,
-    with whole rows or, for a loss in chunks, neighbouring tokens.
-
-    `loss` is summed over tokens. `seq_len` counts tokens of a row on this rank.
+    with whole rows or, for chunks, neighbouring tokens. `loss` is summed over tokens; `seq_len`
+    counts a row's tokens on this rank.
     """
 
     def __init__(self, loss: LossFunction, seq_len: int) -> None:
@@ -69,8 +68,8 @@ class RowLosses:
 class SourceFigures(Callback):
     """Logs the shares of a mixture's sources so far, and their losses since the last log.
 
-    It must run before the log. `share` is data-parallel rank and degree; `factors` are of sums over
-    all ranks.
+    It must run before the log. `share` is data-parallel rank and degree; `factors` count ranks that
+    contribute the same to a sum.
     """
 
     def __init__(
@@ -134,9 +133,8 @@ class SourceFigures(Callback):
         return (found / counted_times).flatten()
 
     def figures(self, trainer: Trainer, sums: list[float]) -> dict[str, float]:
-        """Return `share/NAME` of each source, and `loss/NAME` of each that was served.
-
-        `sums` are over all ranks.
+        """Return `share/NAME` of each source, and `loss/NAME` of each served, from sums over all
+        ranks.
         """
         losses = zip(self._numbers, sums[::2], sums[1::2], strict=True)
         return {

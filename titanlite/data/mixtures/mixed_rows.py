@@ -69,7 +69,6 @@ class MixedRows(Rows):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings that decide sequence i; the shares may change, and are in the state."""
         of_sources: dict[str, Any] = {}
         # Where sources differ the first one counts.
         for rows in reversed(self.rows):

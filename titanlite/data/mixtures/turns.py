@@ -49,7 +49,6 @@ class Turns:
         return Segment(0, weights, np.zeros((self.slots, len(self.names)), dtype=np.int64))
 
     def locate(self, segment: Segment, index: int) -> tuple[int, int]:
-        """Return the source of sequence `index`, and its number there."""
         # Any V sequences in a row have one of each slot.
         turn = (index - segment.start) // self.slots
         slot = index % self.slots
@@ -79,7 +78,7 @@ class Turns:
     def where_dry(self, segment: Segment, limits: Sequence[int | None]) -> Segment | None:
         """Return the segment that begins where a source has served its epochs, if one does.
 
-        `limits` are sequences of each source; None without an end.
+        `limits` are sequences of each source.
         """
         # Those without a share may be over a limit that was lowered.
         active = np.array(segment.weights) > 0

@@ -36,7 +36,7 @@ def load_tokenizer(path: str = BUNDLED, family: str = "llama3") -> Tokenizer:
     """Load the tokenizer at `path`; "bundled" is sentencepiece for llama2, else tiktoken.
 
     In a folder it reads tokenizer.json, else tokenizer.model. Raises DataError if it is missing,
-    damaged, or has no known BOS and EOS.
+    damaged, or without known BOS and EOS.
     """
     if path == BUNDLED:
         return load_file(bundled(family), family)[0]

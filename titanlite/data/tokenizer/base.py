@@ -71,7 +71,7 @@ class Tokenizer(ABC):
         """Return the ids of a rendered conversation, and their characters' begin and end [tokens,
         2].
 
-        Names of special tokens in it are these tokens, as in `apply_chat_template`.
+        Names of special tokens are tokens, as in `apply_chat_template`.
         """
         names = sorted(self.special_tokens, key=len, reverse=True)
         ids: list[int] = []
@@ -119,10 +119,7 @@ class Tokenizer(ABC):
         """Return a new list of the ids of valid Unicode, without BOS and EOS."""
 
     def _encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids as `_encode`, and where the bytes of each begin and end.
-
-        Kinds with their own `encode_rendered` do not need it.
-        """
+        """Return the ids as `_encode`, and where the bytes of each begin and end."""
         raise NotImplementedError
 
     def _encode_array(self, text: str) -> NDArray[np.integer]:

@@ -31,8 +31,8 @@ FILES = (
 def hf_files(path: str) -> dict[str, bytes]:
     """Return the tokenizer's files and a generation_config.json for `transformers`, by name.
 
-    Files at `path` are copied if `AutoTokenizer` reads our ids from them, with BOS before a text.
-    Else a tokenizer.json and its config are made. Without `transformers` all are copied.
+    Files are copied if `AutoTokenizer` reads our ids from them, with BOS before a text, or without
+    `transformers`. Else a tokenizer.json and its config are made.
     """
     found: dict[str, bytes] = {}
     try:

@@ -129,7 +129,7 @@ def equal_files(
 def with_class(found: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
     """Return the files with a class for a tokenizer.json.
 
-    Else `transformers` takes that of the model's family, which may split text by its own rules.
+    Else `transformers` takes that of the model's family, with its own rules of splitting.
     """
     config = _json(found.get(CONFIG, b"{}"))
     if TOKENIZER not in found or "tokenizer_class" in config:
@@ -230,8 +230,8 @@ def _of_ranks(content: bytes, pattern: str, special: list[str]) -> dict[str, Any
 def _of_sentencepiece(content: bytes) -> dict[str, Any]:
     """Return the tokenizer.json of a BPE model as of Llama 2, with a space before a text.
 
-    That of `transformers` adds none before a text that begins with one, so its ids differ. Raises
-    DataError for other models.
+    That of `transformers` adds none to a text that begins with one, so ids differ. Raises DataError
+    for other models.
     """
     import tokenizers
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]

@@ -42,9 +42,8 @@ class JsonTokenizer(Tokenizer):
     """The ids of the `tokenizers` library, without its post-processor, truncation and padding.
 
     So BOS is never added twice and no document is cut. Tokens of a tokenizer_config.json have the
-    ids of transformers. Text never matches special added tokens, but does match others. If the
-    model's own vocabulary spells a special token (word lists, Unigram), text gives its id, as in
-    the library.
+    ids of transformers. Text never matches special added tokens, but does match others. A
+    vocabulary that itself spells a special token (word lists, Unigram) still gives its id.
     """
 
     def __init__(self, content: bytes, path: Path) -> None:
@@ -203,7 +202,6 @@ def _added_tokens(tokenizer: Any) -> list[dict[str, Any]]:
 def _bos_and_eos(
     tokenizer: Any, beside: dict[str, dict[str, Any]], path: Path
 ) -> tuple[tuple[str, str], str]:
-    """Return the names of BOS and EOS, and the file that names them."""
     named: dict[str, tuple[str, str]] = {}
     for file, content in beside.items():
         for key in _KEYS:

@@ -18,8 +18,7 @@ class SentencePieceTokenizer(Tokenizer):
     """The library's ids with the model's own options (normalisation, dummy prefix, byte fallback).
 
     Text never becomes a control piece such as `<s>`. User-defined pieces are found in text and are
-    no `special_tokens`. Decoding returns the text but for normalisation and a first space, which
-    looks like the dummy prefix.
+    no `special_tokens`. Decoding returns the text but for normalisation and a first space.
     """
 
     def __init__(self, content: bytes, path: Path) -> None:

@@ -155,8 +155,8 @@ class TiktokenTokenizer(Tokenizer):
 def load_ranks(content: bytes, path: Path, family: str) -> TiktokenTokenizer:
     """Return the tokenizer of a rank file, with its model's pattern and special tokens.
 
-    Unpublished ranks are those of a Llama 3. Raises DataError for another family, and for published
-    ranks of other models.
+    Unpublished ranks are Llama 3's. Raises DataError for another family, and for published ranks of
+    other models.
     """
     ranks = parse_ranks(content, path)
     digest = hashlib.sha256()
@@ -184,9 +184,9 @@ def spans_of(encoding: tiktoken.Encoding, ids: list[int]) -> list[tuple[int, int
 
 
 def safe_segments(text: str, most: int = _MAX_ENCODE_CHARS) -> list[str]:
-    """Cut `text` into pieces that are safe for tiktoken; one piece, unless it is unusually long.
+    """Cut `text`, if it is unusually long, into pieces that are safe for tiktoken.
 
-    They have at most `most` characters, also if no run is too long.
+    They have at most `most` characters.
     """
     if len(text) <= _MAX_RUN_CHARS:
         return [text]

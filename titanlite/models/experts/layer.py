@@ -123,7 +123,6 @@ class MoEDecoder(Llama):
     block_class = MoEBlock
 
     def init_buffers(self) -> None:
-        """Compute the RoPE tables; set the experts' biases to zero."""
         super().init_buffers()
         for module in self.modules():
             if isinstance(module, MoE):

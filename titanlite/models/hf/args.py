@@ -57,7 +57,7 @@ class HFArgs:
 
     @property
     def skeleton(self) -> Skeleton:
-        """The model's own facts. The first call imports torch."""
+        """The model's facts. The first call imports torch."""
         from titanlite.models.hf.skeleton import skeleton_of
 
         return skeleton_of(self.config, self.vocab_size)

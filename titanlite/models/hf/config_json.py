@@ -31,7 +31,7 @@ def refused(message: str, advice: str = "", field: str = "hf_config") -> ShapeEr
 
 
 def _without_code(value: Any) -> Any:
-    """Return a config.json without entries that let `transformers` run foreign code."""
+    """Drop entries that let `transformers` run foreign code."""
     if isinstance(value, list):
         return [_without_code(item) for item in value]
     if not isinstance(value, dict):

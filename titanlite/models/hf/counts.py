@@ -47,7 +47,7 @@ def linears(args: HFArgs) -> dict[str, Size]:
 
 
 def _routers(args: HFArgs) -> set[str]:
-    """Return the linears beside experts with an output for each of them."""
+    """Return the linears with an output for each expert."""
     found = set()
     for name, layer in args.skeleton.moe_layers.items():
         block = name.rpartition(".")[0]

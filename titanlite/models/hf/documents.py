@@ -51,7 +51,7 @@ class NoDocuments(ValueError):
 
 
 def _make_mask(*args: Any, **given: Any) -> Any:
-    """Make a mask with the signature of `AttentionMaskInterface`."""
+    """Make a mask as `AttentionMaskInterface` asks."""
     from transformers.masking_utils import sdpa_mask
 
     documents = _documents.get()
@@ -61,9 +61,8 @@ def _make_mask(*args: Any, **given: Any) -> Any:
 
 
 def _window_of(seen: Callable[..., Any]) -> int | None:
-    """Return the window of a function that tells which keys a query sees.
-
-    Raises NoDocuments for neither causal nor windowed attention.
+    """Return a mask function's window. Raises NoDocuments unless attention is causal or
+    windowed.
     """
     from transformers.masking_utils import causal_mask_function, sliding_window_overlay
 
@@ -95,7 +94,7 @@ def _attend(  # noqa: PLR0913
     scaling: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention with the signature of `AttentionInterface`.
+    """Compute attention as `AttentionInterface` asks.
 
     query: [batch, heads, seq, width], key and value: [batch, kv_heads, seq, width]. Returns [batch,
     seq, heads, width of value].
@@ -131,9 +130,7 @@ def exchange(model: Any) -> None:
 
 
 class _Packed:
-    """Tells `transformers` the documents: [batch, seq] int. Its own function waits for the
-    device.
-    """
+    """Tells `transformers` the documents, [batch, seq] int; its own function waits."""
 
     def __init__(self, number: Tensor | None) -> None:
         self.number = number
@@ -197,7 +194,7 @@ def way_of(args: HFArgs) -> tuple[str, str]:
 
 
 def _excluded(known: Skeleton) -> str:
-    """Return what else carries state between documents; "": nothing."""
+    """Return what else carries state between documents."""
     model = known.model
     name = type(model).__name__
     if not any(_takes_positions(part) for part in (model, model.base_model)):

@@ -151,7 +151,6 @@ def _recorded() -> Iterator[dict[int, tuple[str, Any, Tensor]]]:
 
 
 def _rule(name: str, operation: str, given: tuple[Any, ...]) -> Init:
-    """Return the distribution of an operation that set a parameter."""
     mean, std, low, high = given + (0.0, 1.0, -2.0, 2.0)[len(given) :]
     if operation in ("zero_", "fill_"):
         value = given[0] if given else 0.0
