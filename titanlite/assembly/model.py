@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelParts:
-    """A model with its initial weights on this rank, and what runs it."""
+    """A model with initial weights on this rank, and what runs it."""
 
     mesh: DeviceMesh
     #: The model's arguments.

@@ -125,7 +125,7 @@ class TrainLoader:
         self._skipped_before: tuple[Range, ...] = ()
 
     def follow(self, course: Course) -> None:
-        """Take steps of these sizes from now on; without it all have the global batch."""
+        """Take steps of these sizes from now on, not of the global batch."""
         at_once = self.micro_batch_size * self.dp_degree
         for _, size in course.legs:
             if size.sequences % at_once:
@@ -228,7 +228,7 @@ def gather_state(state: dict[str, Any], rows: Rows) -> dict[str, Any]:
 
 
 def stack(dataset: Rows, indexes: Iterable[int]) -> Batch:
-    """Return the batch of these sequences; those past the end are padding."""
+    """Return these sequences; those past the end are padding."""
     total = dataset.total_sequences
     rows: list[Row] = []
     for index in indexes:

@@ -45,7 +45,7 @@ _ASKING = 16
 def remote_files(
     source: DataSource, columns: Columns, kind: Format, section: str, patience: float
 ) -> TextFiles:
-    """List the files of a URL or a data set of the hub; errors name the config's `section`."""
+    """List the files of a URL or a data set of the hub."""
     key = key_of(section, "path")
     revision = ""
     at = ""
