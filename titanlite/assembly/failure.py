@@ -89,7 +89,8 @@ def first_here(store: Store | None) -> bool:
 def print_error(message: str, code: int) -> int:
     """Print why the run ends, once per node, and return `code`.
 
-    The first worker to leave makes torchrun end the others, so ranks that do not print wait for it.
+    The first worker to leave makes torchrun end the others, so ranks that do not print wait for the
+    one that does.
     """
     message = escape(message)
     if os.environ.get("LOCAL_RANK", "0") == "0":

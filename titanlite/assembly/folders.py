@@ -35,7 +35,7 @@ def lock_folders(
 ) -> Iterator[None]:
     """Lock the run's folder and the real path of its checkpoint folder against other runs.
 
-    `ending` tells whether this run was asked to stop; it also writes to `others`. Raises
+    `ending` tells whether this run was asked to stop; `others` are written to besides. Raises
     LockedError, ConfigError for a link or a run's folder that is not writable, and CheckpointError
     for checkpoints or a store.
     """

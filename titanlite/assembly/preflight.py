@@ -67,7 +67,7 @@ def compile_problems(run: RunConfig) -> Iterator[Problem]:
 
 
 def mask_problems(run: RunConfig, args: Any) -> Iterator[Problem]:
-    """Find whether the model's attention cannot stop at documents, though it shall."""
+    """Find whether the model's attention can stop at documents, if it shall."""
     if not run.data.mask_documents:
         return
     forward = run.spec.build_on_meta(args).forward

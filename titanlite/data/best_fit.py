@@ -67,7 +67,6 @@ class BestFitDataset(PackedDataset):
         return {**super().settings, **cut, "packing": "best-fit"}
 
     def ranges(self, window: int) -> list[list[Range]]:
-        """Return a row's pieces by document, each with the next token of its document."""
         row = window % self.sequences_per_epoch
         offsets = self.corpus.offsets
         begins = self._begins[self._starts[row] : self._starts[row + 1]]

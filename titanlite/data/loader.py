@@ -53,7 +53,6 @@ class Fetched(NamedTuple):
 
     @property
     def sequences(self) -> list[int]:
-        """The sequences of the step, over all ranks."""
         first, end = self.before["next_sequence"], self.after["next_sequence"]
         left_out = skip_ranges.merged(self.after.get("left_out", ()))
         return skip_ranges.take(
@@ -125,7 +124,7 @@ class TrainLoader:
         self._skipped_before: tuple[Range, ...] = ()
 
     def follow(self, course: Course) -> None:
-        """Take steps of these sizes from now on, not of the global batch."""
+        """Take steps of these sizes from now on. Without it all have the global batch."""
         at_once = self.micro_batch_size * self.dp_degree
         for _, size in course.legs:
             if size.sequences % at_once:
@@ -228,7 +227,7 @@ def gather_state(state: dict[str, Any], rows: Rows) -> dict[str, Any]:
 
 
 def stack(dataset: Rows, indexes: Iterable[int]) -> Batch:
-    """Return these sequences; those past the end are padding."""
+    """Return the batch of these sequences; those past the end are padding."""
     total = dataset.total_sequences
     rows: list[Row] = []
     for index in indexes:

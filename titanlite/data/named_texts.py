@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def training_texts(training: Training, data: Data) -> dict[str, DataSource]:
-    """Return the texts of training by section."""
+    """Return the texts of training by section, see `key_of`."""
     if data.source:
         return _by_number("data.source", data.source)
     text = DataSource(

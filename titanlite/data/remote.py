@@ -202,7 +202,6 @@ class RemoteReader(io.RawIOBase):
             self._file.session = _Checked(self._file.session, self._check)
 
     def _check(self, size: int | None, about: Mapping[str, Any]) -> None:
-        """Note what identifies the file, or compare it."""
         tag = str(about.get("ETag") or "").removeprefix("W/") or None
         found = size, tag, str(about.get("Last-Modified") or "") or None
         self.identity = self.identity or found

@@ -126,7 +126,6 @@ def _fixed_part(pattern: str) -> str:
 
 
 def _known(found: Sequence[FoundFile], url: str, key: str) -> list[FoundFile]:
-    """Without any names of text, return all files that are not hidden."""
     shown = [file for file in found if not is_hidden(file.base)]
     if not shown:
         raise DataError(f"{key}: there are no files at {public_name(url)}")

@@ -317,8 +317,8 @@ def encode_record(
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return the ids of a document [tokens], and whether each of its first tokens is a target.
 
-    Later tokens are all targets. A prompt and BOS are no targets; it is encoded alone, so that its
-    tokens do not depend on the text. A rendered conversation gets no other BOS or EOS. Raises
+    Later tokens are all targets. A prompt is encoded alone, so that its tokens do not depend on the
+    text; it and BOS are no targets. A rendered conversation gets no other BOS or EOS. Raises
     DataError for an id of `vocab_size` or more.
     """
     if record.prompt is None:

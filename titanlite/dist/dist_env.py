@@ -50,7 +50,8 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def connect_store(limit: float = RENDEZVOUS_SECONDS) -> dist.Store | None:
-    """Connect to the run's key-value store, through which the ranks find each other, if any.
+    """Connect to the run's key-value store, through which the ranks find each other; one process
+    has none.
 
     Call it early, so that others know that this rank is coming. Raises as `run_store.register`, and
     ParallelismError for a wrong environment or too few open files.

@@ -219,7 +219,6 @@ class Cut(NamedTuple):
         return f"{'before' if self.leads else 'after'} id {self.id}"
 
     def inner(self, tokens: NDArray[Any], begin: int, end: int) -> NDArray[np.int64]:
-        """Return where documents begin in (begin, end)."""
         first = begin + 1 if self.leads else begin
         last = end if self.leads else end - 1
         piece = tokens[first:last]

@@ -98,7 +98,7 @@ class SourceFigures(Callback):
         self._sources, self._sums = [], []
 
     def on_step_end(self, trainer: Trainer, result: object) -> None:
-        """Keep the step's losses. Nothing waits for the device."""
+        """Nothing waits for the device."""
         fetched = trainer.recent[trainer.step]
         rank, degree = self._share
         sequences = fetched.sequences
