@@ -123,12 +123,12 @@ class Chooser:
         return None
 
     def choose_newest(self) -> Candidate:
-        """Return the newest checkpoint of this run, whatever `config.start` says."""
+        """Return the newest checkpoint, whatever `config.start` says."""
         found = self.newest()
         return self.judge_own(self._to_resume(found, True), found.passed, {})
 
     def choose_source(self) -> Candidate:
-        """Return the checkpoint of `config.initial_load_path`, which is only ever read."""
+        """Return the checkpoint of `config.initial_load_path`."""
         path = to_path(self.config.initial_load_path or "")
         adapted = "lora" in self.run_config
         key = "lora.adapter" if adapted else "checkpoint.initial_load_path"
@@ -146,11 +146,10 @@ class Chooser:
     # Candidates
 
     def newest(self) -> Found:
-        """Return the newest checkpoint of this run that is not known to be bad."""
+        """Return the newest checkpoint that is not known to be bad."""
         return find(self.root, known_bad=self.bad)
 
     def reject(self, manifest: Manifest, problem: str) -> None:
-        """Never choose this checkpoint again, for its content is bad."""
         self.bad[manifest.step] = problem
 
     def reject_newest(self, suspect: Callable[[int], str]) -> Manifest | None:
@@ -170,7 +169,6 @@ class Chooser:
         return step_folder(self.root, manifest.step)
 
     def _find_own(self) -> Found:
-        """Return the checkpoint of `load_step`, or the newest valid one in this run's folder."""
         step = self.config.load_step
         if step == -1:
             return self.newest()
@@ -227,7 +225,7 @@ class Chooser:
         return Candidate(folder, manifest, "resume", notices, changes)
 
     def _differences(self, manifest: Manifest, expected: Mapping[str, Any]) -> dict[str, str]:
-        """Return what makes a checkpoint one of another run: name → "A there, B here"."""
+        """Return name → "A there, B here"."""
         found = {}
         for name in dict.fromkeys([*self.fingerprints, *_OF_ADAPTERS]):
             saved = manifest.fingerprints.get(name, "none")
@@ -253,7 +251,7 @@ class Chooser:
         differ: Mapping[str, str],
         missing: Sequence[str],
     ) -> str:
-        """Return the refusal of a checkpoint. missing: words that `allow_changes` lacks."""
+        """Return the refusal. missing: words that `allow_changes` lacks."""
         lines = "".join(f"\n  {name}: {difference}" for name, difference in differ.items())
         changes = config_changes(manifest.config.get("toml"), self.run_config.get("toml"))
         keys = [f"{key}: {change}" for key, change in changes.items()]
@@ -354,7 +352,7 @@ def _word_of(name: str) -> str:
 
 
 def _notices(root: AnyPath, manifest: Manifest, passed: Sequence[str]) -> list[str]:
-    """Return lines for the start report. passed: why newer checkpoints are not used."""
+    """Return lines for the start report. passed: why newer ones are not used."""
     notices = [f"passed over: {reason}" for reason in passed]
     if not manifest.hashes:
         notices.append(
@@ -365,7 +363,6 @@ def _notices(root: AnyPath, manifest: Manifest, passed: Sequence[str]) -> list[s
 
 
 def _unequal(name: str, saved: object, wanted: object) -> str:
-    """Return how two values differ, in words; "": they do not."""
     if saved == wanted:
         return ""
     keep = f" (training.global_batch_size = {saved} keeps it)" if name == "global_batch" else ""

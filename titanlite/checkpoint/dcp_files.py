@@ -66,7 +66,7 @@ class Written(NamedTuple):
 
 
 class _HashingStream:
-    """A file open for writing that hashes its bytes. DCP only ever appends."""
+    """A file open for writing. DCP only ever appends."""
 
     def __init__(self, stream: BinaryIO, algorithm: str) -> None:
         self._stream = stream
@@ -105,7 +105,7 @@ class _HashingStream:
 
 
 class _Files(FileSystem):
-    """DCP's file-system interface for folders and stores."""
+    """DCP's file system, for folders and stores."""
 
     def __init__(self) -> None:
         #: Name in the folder → size and hash, of the files that this rank has written.
@@ -193,7 +193,7 @@ class HashingWriter(FileSystemWriter):
         self.written.update(self._files.written)
 
     def all_files(self) -> dict[str, Written]:
-        """On rank 0, after `dcp.save`: return what all ranks have written.
+        """On rank 0: return what all ranks have written.
 
         Raises CheckpointError when the folder holds anything else.
         """
@@ -213,8 +213,8 @@ class HashingWriter(FileSystemWriter):
     def _write_index(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Do what torch's `finish` does, but write the index under its own name at once.
 
-        torch renames it at the end, which a store does by a copy and a deletion, and may forbid. No
-        other name is needed: the manifest alone makes files a checkpoint.
+        torch renames it at the end; a store copies and deletes for that, and may forbid it. The
+        manifest alone makes files a checkpoint.
         """
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {}
@@ -263,7 +263,7 @@ class CheckedReader(FileSystemReader):
 
 
 def share(files: Mapping[str, int], rank: int, ranks: int) -> list[str]:
-    """Return the files that this rank reads so that all are read once, about equal bytes each.
+    """Return this rank's files, so that all are read once, about equal bytes each.
 
     files: name → bytes.
     """
@@ -279,8 +279,7 @@ def verify_files(
 ) -> str | None:
     """Return the fault of a checkpoint's content, the same on all ranks; None for a good one.
 
-    names: files that this rank hashes. index: whether it reads the index too. All ranks of `group`
-    call it together.
+    names: files that this rank hashes. All ranks of `group` call it together.
 
     Raises CheckpointError, on all of them, when one cannot read: that says nothing of the
     checkpoint.
@@ -329,8 +328,8 @@ def read_back(
 ) -> None:
     """Compare what is in the folder of a save with what was sent to it.
 
-    Each rank reads files of another one, if possible on another host: the writer's host may still
-    have in memory what its disk has lost. Raises CheckpointError, on all ranks.
+    Each rank reads files of another one, if possible of another host, whose memory may still have
+    what its disk has lost. Raises CheckpointError, on all ranks.
     """
     writer = (world.rank - world.size // 2) % world.size
     names = [name for name, file in written.items() if file.rank == writer]
@@ -399,7 +398,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_index(data: bytes, manifest: Manifest) -> Metadata:
-    """Return DCP's index in `data`. Raises ValueError, with the reason, if it does not fit."""
+    """Return DCP's index in `data`. Raises ValueError if it does not fit the manifest."""
     tensors, storage = parse_index(data, manifest.files)
     described = {}
     for name, tensor in tensors.items():
@@ -412,10 +411,9 @@ def read_index(data: bytes, manifest: Manifest) -> Metadata:
 def parse_index(
     data: bytes, files: Mapping[str, int], with_objects: bool = False
 ) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, _StorageInfo]]:
-    """Return the tensors that an index describes, and where their pieces lie.
+    """Return the tensors of an index, and where their pieces lie. Raises ValueError.
 
-    files: name → bytes. with_objects: leave out values that are no tensors. Raises ValueError with
-    the reason.
+    files: name → bytes. with_objects: leave out values that are no tensors.
     """
     unpickler = _Unpickler(io.BytesIO(data))
     unpickler.with_objects = with_objects

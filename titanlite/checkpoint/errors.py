@@ -8,7 +8,7 @@ from titanlite import exit_codes
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be saved or loaded, or belongs to another run."""
+    """A checkpoint cannot be saved or loaded, or is another run's; the message says what to do."""
 
     exit_code = exit_codes.CHECKPOINT
 

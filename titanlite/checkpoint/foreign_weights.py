@@ -37,7 +37,6 @@ class Part:
         return replace(self, offsets=offsets)
 
     def at_start(self) -> Part:
-        """Return the part as the first, or only, one of a tensor."""
         return self.at(*(0 for _ in self.shape))
 
     def whole(self) -> torch.Tensor:
@@ -59,7 +58,7 @@ class Part:
         return replace(self, read=read_rows)
 
     def stacked(self, place: int, row: int) -> Part:
-        """Return the part as entry `place` of a stack, where it begins at row `row`."""
+        """Return the part as entry `place` of a stack, from row `row`."""
         read = self.read
         return replace(
             self,

@@ -85,7 +85,6 @@ def _under_plain_names(path: Path, found: dict[str, Part], spec: ModelSpec) -> d
 
 
 def _leave_out(path: Path, found: dict[str, Part], left_out: Mapping[str, str]) -> None:
-    """Take tensors that the model leaves out from those found, and log why."""
     for name in left_out:
         del found[name]
     for reason in sorted(set(left_out.values())):
@@ -101,7 +100,7 @@ def _tell(line: str) -> None:
 
 
 def _parts_of(path: Path, ours: str, theirs: HFName, found: dict[str, Part]) -> list[Part]:
-    """Take the parts of one of our tensors out of `found`; none if all of them are missing."""
+    """Take one tensor's parts out of `found`; none if all are missing."""
     parts = []
     missing = []
     in_entry = parts_of_entry(theirs)
@@ -137,7 +136,7 @@ def _parts_of(path: Path, ours: str, theirs: HFName, found: dict[str, Part]) -> 
 
 
 def _files(path: Path) -> dict[Path, set[str]]:
-    """Return the safetensors files → names in the index (none for a single file)."""
+    """Return file → names in the index (none for a single file)."""
     if path.is_file():
         return {path: set()}
     if (path / HF_SINGLE).is_file():
@@ -167,7 +166,7 @@ def _files_of_index(index: Path) -> dict[Path, set[str]]:
 
 
 def _safetensors(path: Path, config: Mapping[str, Any]) -> dict[str, Part]:
-    """Return name → tensor of all files. Raises CheckpointError."""
+    """Raises CheckpointError."""
     opened: dict[str, tuple[Path, Any]] = {}
     files = _files(path)
     for file, listed in files.items():
@@ -204,7 +203,7 @@ def _safetensors(path: Path, config: Mapping[str, Any]) -> dict[str, Part]:
 
 
 def _mxfp4(name: str, opened: Mapping[str, tuple[Path, Any]]) -> Part:
-    """Raises CheckpointError for a tensor whose blocks are no integers with scales."""
+    """Raises CheckpointError for blocks that are no integers with scales."""
     file, handle = opened[name]
     view = handle.get_slice(name)
     whole = name.removesuffix("_blocks")
@@ -270,8 +269,7 @@ def _dequantized(
 ) -> Callable[[Slices], torch.Tensor]:
     """Return a reader of float8 weights times their scales, in float32, which is exact enough.
 
-    A scale is of a block (`weight_block_size`), a row, or the whole tensor. Raises ValueError for
-    others.
+    A scale is of a block (`weight_block_size`), a row, or the tensor. Raises ValueError for others.
     """
     if not scale.is_floating_point():
         kind = str(scale.dtype).removeprefix("torch.")

@@ -92,7 +92,7 @@ def plan_files(
 def write_files(
     folder: AnyPath, files: Sequence[File], read: Callable[[str], torch.Tensor], rank: int = 0
 ) -> str:
-    """Write this rank's part of the files; return what went wrong, "" if nothing did.
+    """Write this rank's part of the files; return what went wrong, or "".
 
     read: our name → the whole tensor on the CPU; all holders of a tensor call it together. After an
     error the rank still gathers, because the others wait for it.
@@ -196,9 +196,7 @@ def _ids(beside: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def _dtype_entries(files: Sequence[File], entries: Entries) -> dict[str, str]:
-    """Return config.json's entries for the type of the weights, if all but biases of experts have
-    one type.
-    """
+    """Biases of experts do not count for the type of the weights."""
     names = [name for file in files for name in file.names if not name.endswith(EXPERT_BIAS)]
     types = {entries[name][0] for name in names}
     if len(types) != 1:
@@ -216,7 +214,7 @@ def as_json(content: Mapping[str, Any]) -> bytes:
 def begin_folder(final: AnyPath) -> AnyPath:
     """Return the folder to write into: beside the final one, or in a store the final one itself.
 
-    In a store config.json, which is written last, makes the folder one of weights. Raises
+    In a store config.json, which is written last, makes it a folder of weights. Raises
     CheckpointError when the final one is there.
     """
     if isinstance(final, StorePath):

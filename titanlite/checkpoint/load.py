@@ -104,8 +104,8 @@ class Loader:
     def load_weights(self, model: nn.Module) -> LoadedState:
         """Load the weights of `config.initial_load_path`, whatever `config.folder` holds.
 
-        Also loads `averages`; without any in the checkpoint they become the weights, and `left_out`
-        has "ema". All ranks call it together. Raises CheckpointError, on all of them.
+        Without averages in the checkpoint `averages` become the weights, and `left_out` has "ema".
+        All ranks call it together. Raises CheckpointError, on all of them.
         """
         self._with_averages = True
         loaded = self._load(self.chooser.choose_source, model, None)
@@ -121,7 +121,6 @@ class Loader:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
     ) -> LoadedState | None:
-        """Load what rank 0 chooses; another one if that is bad."""
         self.look(model)
         while True:
             candidate = on_rank_0(self.world, choose)
@@ -134,7 +133,7 @@ class Loader:
     def _try(
         self, candidate: Candidate, model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> LoadedState | None:
-        """Load one candidate; return None, and note the reason, if its files or weights are bad."""
+        """Return None, and note the reason, if files or weights are bad."""
         excluded = self._excluded(candidate)
         left_out = frozenset(excluded) & frozenset(GROUPS)
         filled_optimizer = None if "optimizer" in left_out else optimizer
@@ -174,7 +173,7 @@ class Loader:
     def _excluded_by_config(self, candidate: Candidate) -> list[str]:
         """A run excludes parts once: its own later saves are loaded whole.
 
-        So a restart by the same command does not lose the optimizer's state again.
+        So a restart by the same command keeps the optimizer's state.
         """
         given = list(self.config.exclude_from_loading)
         if candidate.origin == "resume":
@@ -219,7 +218,7 @@ class Loader:
 
     def _generators(self, candidate: Candidate) -> DTensor | None:
         """Return a tensor to load the random generators into; None where they do not fit these
-        ranks or this mesh.
+        ranks.
         """
         manifest, places = candidate.manifest, self.world.places
         generators = rng_state(self.world.device, self.world.size)
@@ -245,7 +244,6 @@ class Loader:
         return WeightsReader(candidate.folder, candidate.manifest, *self.model())
 
     def _compare(self, reader: CheckedReader | WeightsReader) -> str | None:
-        """Return the fault that hashes show, as far as `config.verify` asks."""
         files: list[str] = []
         if self.config.verify == "hash":
             files = share(reader.manifest.files, self.world.rank, self.world.size)
@@ -258,7 +256,6 @@ class Loader:
         selection: Selection,
         generators: DTensor | None,
     ) -> None:
-        """Fill the selected tensors, and give the others the values that they begin with."""
         state = {name: tensor for name, tensor in tensors.items() if name in selection.load}
         if generators is not None:
             state[RNG] = generators
@@ -311,7 +308,7 @@ class Loader:
 
 
 def _not_finite(candidate: Candidate, tensors: Tensors) -> str | None:
-    """Return why tensors that were read cannot be used; the same on all ranks."""
+    """Return why tensors cannot be used; the same on all ranks."""
     where = find_nonfinite(tensors)
     if not where:
         return None

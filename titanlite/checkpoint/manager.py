@@ -181,7 +181,7 @@ class Checkpointer:
         return loaded
 
     def _clean_up(self) -> None:
-        """On rank 0: delete leftovers, and let no local save from before this start come back."""
+        """On rank 0: let no local save from before this start come back."""
         self._deleter.delete(leftovers(self.root))
         if self.config.local_folder is None and (self.root / LOCAL_PAST).is_file():
             write_whole(self.root / LOCAL_PAST, b"")
@@ -297,13 +297,13 @@ class Checkpointer:
             raise
 
     def _mark(self, step: int) -> None:
-        """On rank 0: mark the folder of a save, when what has its place is gone."""
+        """On rank 0, when what has the folder's place is gone."""
         self._owner.look()
         clear_leftovers(self.root, step, self._deleter)
         begin(self.root, step, self._bad)
 
     def _publish(self, save: Save, manifest: Manifest) -> None:
-        """On rank 0: write the manifest, then prune older checkpoints. Raises CheckpointError."""
+        """On rank 0: write the manifest, then prune. Raises CheckpointError."""
         self._owner.look()
         seconds = round(time.perf_counter() - save.began, 3)
         publish(save.folder, replace(manifest, seconds=seconds))
@@ -321,7 +321,7 @@ class Checkpointer:
             logger.warning(f"older checkpoints were not deleted: {error}")
 
     def _discard(self, folder: AnyPath) -> None:
-        """On rank 0: delete the files of a failed save: the run may need their space."""
+        """On rank 0: delete a failed save, whose space the run may need."""
         with contextlib.suppress(OSError, RuntimeError):
             # The folder may belong to another run by now.
             self._owner.look()

@@ -123,7 +123,6 @@ class Manifest:
         return str(self.train.get(HELD_OUT, ""))
 
     def can_be_resumed_by(self, fingerprints: Mapping[str, str] | None) -> bool:
-        """Return whether a run with these fingerprints (None: any) could resume from it."""
         return not self.weights_only and (fingerprints is None or self.fingerprints == fingerprints)
 
 
@@ -166,7 +165,7 @@ def file_digest(
 
 
 def _digest(content: dict[str, Any]) -> str:
-    """Return the hash of a manifest's content; the layout of its file has no effect."""
+    """Return a hash on which the file's layout has no effect."""
     return digest_of(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
@@ -181,9 +180,7 @@ def hf_folder(root: AnyPath, step: int) -> AnyPath:
 
 
 def last_hf_step(root: AnyPath) -> int:
-    """Return the step of the newest `hf_folder` with a config.json, which is written last; or
-    -1.
-    """
+    """Return the step of the newest whole `hf_folder` (config.json is written last); -1: none."""
     newest = -1
     for name in entries(root):
         match = re.fullmatch(r"step-(\d+)-hf", name)
@@ -229,7 +226,7 @@ def read_manifest(folder: AnyPath) -> Manifest:
 
 
 def _wrong_sizes(folder: AnyPath, manifest: Manifest) -> dict[str, str]:
-    """Return file name → the fault of its length, by one listing."""
+    """Return file → fault, by one listing."""
     existing = files_in(folder)
     problems = {}
     for name, size in manifest.files.items():
@@ -301,7 +298,7 @@ def _read_raw(folder: AnyPath) -> Any:
 
 
 def _check_digest(raw: dict[str, Any]) -> None:
-    """Take the hash of all others out of a manifest's entries. Raises ValueError if it is wrong."""
+    """Take the hash of the others out of the entries. Raises ValueError if it is wrong."""
     digest = raw.pop(_DIGEST, None)
     if raw["format"] == 1 and digest is None:
         return
@@ -311,7 +308,7 @@ def _check_digest(raw: dict[str, Any]) -> None:
 
 
 def _check_types(manifest: Manifest) -> None:
-    """Raise ValueError for an entry that has not its field's type or is impossible."""
+    """Raise ValueError for an entry of a wrong type or an impossible one."""
     import msgspec
 
     msgspec.convert(vars(manifest), Manifest)
@@ -405,7 +402,7 @@ class Found(NamedTuple):
     passed: list[str]
 
     def valid(self, root: AnyPath) -> Manifest:
-        """Return the checkpoint. Raises CheckpointError where there is none."""
+        """Raises CheckpointError where there is none."""
         if self.manifest is None:
             raise CheckpointError("\n  ".join([f"{root} has no valid checkpoint", *self.passed]))
         return self.manifest
@@ -416,8 +413,8 @@ def find(
 ) -> Found:
     """Return the checkpoint to load from `root`: that of `step`, or the newest valid one.
 
-    known_bad: step → why its content is wrong. Raises CheckpointError when the given `step` is not
-    valid, and NewerFormatError instead of passing over such a one.
+    known_bad: step → why its content is wrong. Raises CheckpointError when `step` is not valid, and
+    NewerFormatError instead of passing over such a one.
     """
     known_bad = known_bad or {}
     steps = steps_in(root)
@@ -459,7 +456,6 @@ def root_of(path: AnyPath) -> AnyPath:
 
 
 def _hub_hint(path: AnyPath) -> str:
-    """Return how to download a model, if `path` may be OWNER/NAME of a hub."""
     if re.fullmatch(r"[\w-]+/\w[\w.-]*", str(path)) is None:
         return ""
     return f"; a model of the hub: hf download {path} --local-dir {path}"

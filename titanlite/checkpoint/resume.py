@@ -64,7 +64,8 @@ def begin_from(trainer: Trainer, loaded: LoadedState) -> None:
 def settle(trainer: Trainer) -> None:
     """Do what remains when a start has done what its checkpoint owed. All ranks call it together.
 
-    Behind the last step this saves weights for `transformers`: a stop has left a full checkpoint.
+    Behind the last step this saves weights for `transformers`, where a stop has left a full
+    checkpoint.
     """
     saver = trainer.parts.checkpointer
     in_hf = saver is not None and saver.config.last_save_in_hf
@@ -137,10 +138,7 @@ def roll_back(trainer: Trainer, bad: BadStepError) -> None:
 
 
 def _restore_schedule(trainer: Trainer, loaded: LoadedState) -> None:
-    """Continue the schedule of the learning rate, or begin it here.
-
-    Raises CheckpointError where it began at a step whose tokens are not known.
-    """
+    """Raises CheckpointError where it began at a step whose tokens are not known."""
     rate = trainer.parts.learning_rate
     by_tokens = rate.schedule.in_tokens
     rate.began = int(loaded.train.get("schedule_began", 0))
@@ -170,7 +168,7 @@ def load_text(trainer: Trainer, data: dict[str, Any]) -> None:
 
 
 def _check_state(loaded: LoadedState) -> None:
-    """Raise CheckpointError unless the train state says where the run continues."""
+    """Raises CheckpointError."""
     needed = {"tokens_seen", "data"}
     if "dataloader" in loaded.left_out:
         needed.remove("data")

@@ -51,9 +51,9 @@ def select(
 ) -> Selection:
     """Return which tensors to load.
 
-    exclude: names of `GROUPS` and patterns of tensors that are not loaded. allow_missing: patterns
-    of tensors that the checkpoint may lack. The optimizer's state of a weight that is not loaded is
-    not loaded either. convert: floating-point types may differ.
+    exclude: names of `GROUPS` and patterns of tensors that are not loaded, nor is their optimizer's
+    state. allow_missing: patterns of tensors that the checkpoint may lack. convert: floating-point
+    types may differ.
 
     Raises CheckpointError with a table of differences, for a pattern that matches no tensor, and
     when nothing is left.
@@ -83,7 +83,6 @@ def select(
 def _ignored(
     saved: Described, wanted: Described, exclude: Sequence[str], allow_missing: Sequence[str]
 ) -> set[str]:
-    """Return the tensors that are neither compared nor loaded."""
     prefixes = tuple(f"{group}." for group in exclude if group in GROUPS)
     patterns = [entry for entry in exclude if entry not in GROUPS]
     ignored = set()

@@ -52,7 +52,6 @@ class SourceModel:
 
     @property
     def kind(self) -> str:
-        """The name of the file, for messages."""
         return self.file.name
 
 
@@ -60,7 +59,7 @@ def read_model(path: AnyPath, name: str, spec: ModelSpec) -> SourceModel | None:
     """Return the model that `path` describes, as a model of the family `spec`.
 
     path: as for `checkpoint.initial_load_path`; name: `model.name` of the run. None: the path
-    describes no model, as a file of tensors alone.
+    describes no model, such as tensors alone, or a checkpoint of a program of one's own.
 
     Raises CheckpointError for a file that cannot be read, and StoreError for a store that cannot be
     asked.
@@ -131,7 +130,7 @@ def _checkpoint_in(path: AnyPath) -> tuple[AnyPath, Manifest]:
 
 
 def _is_decoder(spec: ModelSpec) -> bool:
-    """Return whether it is a built-in family that takes files of one model_type alone."""
+    """Return whether the built-in family takes files of one model_type alone."""
     from titanlite.models.families import SPECS
 
     return spec.name != "hf" and SPECS.get(spec.name) is spec

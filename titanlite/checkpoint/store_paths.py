@@ -38,7 +38,10 @@ _WRITES = ("pipe_file", "write", "close")
 
 
 class StoreError(OSError):
-    """A store cannot be asked, or refuses; not for an object that does not exist."""
+    """A store cannot be asked, or refuses: nothing is known of its content.
+
+    Not for an object that does not exist.
+    """
 
     exit_code = exit_codes.CHECKPOINT
 
@@ -56,8 +59,7 @@ class StorePath:
     """A path in an object store, such as `s3://bucket/run/checkpoint`; a folder exists while it
     holds an object.
 
-    Raises StoreError, with the URL, for all that the store refuses, and FileNotFoundError for a
-    missing object.
+    Raises StoreError, with the URL, for all that the store refuses, and FileNotFoundError.
     """
 
     url: str
@@ -97,7 +99,9 @@ class StorePath:
         return _Client(_filesystem(self.protocol, os.getpid()), self)
 
     def listing(self) -> dict[str, dict[str, Any]]:
-        """Return fsspec's record of each entry by name, by one request."""
+        """Return fsspec's record of each entry by name, by one request; empty where there is
+        nothing.
+        """
         try:
             found = self.fs.ls(self.key, detail=True)
         except FileNotFoundError:
@@ -241,7 +245,10 @@ def write_whole(path: AnyPath, content: bytes) -> None:
 
 
 def sync_folder(folder: AnyPath) -> None:
-    """Make a folder's entries durable: without it, a crash may lose a rename or a deletion."""
+    """Make a folder's entries durable: without it, a crash may lose a rename or a deletion.
+
+    Stores do so themselves.
+    """
     if isinstance(folder, StorePath):
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -301,9 +308,7 @@ def _filesystem(protocol: str, process: int) -> Any:
 
 
 class _Client:
-    """A file system of fsspec, or an open file of one, whose errors are StoreErrors with the
-    URL.
-    """
+    """fsspec's file system or open file, whose errors are StoreErrors with the URL."""
 
     def __init__(self, target: Any, path: StorePath) -> None:
         self._target = target
@@ -326,7 +331,6 @@ class _Client:
         return written
 
     def discard(self) -> None:
-        """Leave no object of an open file."""
         # There is a reason already.
         with contextlib.suppress(Exception):
             self._target.discard()
@@ -366,7 +370,6 @@ def _explain(error: Exception) -> str:
 
 
 def _lacks_conditions(cause: BaseException | None) -> bool:
-    """Return whether a store, or its client, does not know conditional requests."""
     if isinstance(cause, OSError):
         return cause.errno == errno.ENOSYS or "not implemented" in str(cause).lower()
     return isinstance(cause, (NotImplementedError, TypeError))

@@ -106,14 +106,14 @@ def _our_part(part: Part, family: str, heads: Mapping[str, int]) -> tuple[str, P
 
 
 def _is_idle(part: Part, args: Any) -> bool:
-    """Return whether it is a bias of experts at 0, as in torchtitan's Qwen3, which ours lacks."""
+    """Return whether it is a bias of experts at 0, as in torchtitan's Qwen3."""
     if getattr(args, "expert_bias", False) or not part.name.endswith(".expert_bias"):
         return False
     return not part.whole().any()
 
 
 def _our_name(name: str, family: str) -> tuple[str, bool]:
-    """Return our name of a tensor, and whether it is transposed."""
+    """Return our name, and whether the tensor is transposed."""
     ours = name
     for there, here in _RENAMED.items():
         ours = ours.replace(there, here)
@@ -176,7 +176,7 @@ def _stored(path: Path) -> dict[str, Part]:
 def _read(
     reader: FileSystemReader, name: str, tensor: TensorStorageMetadata, slices: Slices
 ) -> torch.Tensor:
-    """Return a part of a tensor; a piece besides it is in memory."""
+    """A piece besides the part is in memory."""
     begin = torch.Size([one.start for one in slices])
     sizes = torch.Size([max(one.stop - one.start, 0) for one in slices])
     # A hole between pieces stays no number.

@@ -66,7 +66,6 @@ class Entry:
 
     @property
     def is_full(self) -> bool:
-        """Whether it is valid, and a run can resume from it."""
         return self.manifest is not None and not self.manifest.weights_only
 
     @property
@@ -153,8 +152,8 @@ def verify(
 def remove(paths: Sequence[AnyPath], force: bool = False) -> list[Entry]:
     """Delete checkpoints and leftovers; return those that were deleted.
 
-    Raises CheckpointError, before anything is deleted, for what `force` overrides: pinned ones,
-    saves that may be under way, those of a newer format, and the last valid one of a run.
+    Raises CheckpointError, before any deletion, for what `force` overrides: pinned ones, saves that
+    may be under way, newer formats, and the last valid one of a run.
     """
     found = []
     for path in dict.fromkeys(map(_absolute, paths)):
@@ -170,12 +169,12 @@ def remove(paths: Sequence[AnyPath], force: bool = False) -> list[Entry]:
 
 
 def _absolute(path: AnyPath) -> AnyPath:
-    """Return an absolute path; of a checkpoint that is a link the link itself, not its target."""
+    """Of a checkpoint that is a link, keep the link itself."""
     return path.parent.resolve() / path.name if isinstance(path, Path) else path
 
 
 def _refuse_to_delete(found: Sequence[Entry]) -> None:
-    """Raise CheckpointError for what `remove` deletes by force only."""
+    """Raises CheckpointError."""
     for entry in found:
         if entry.pinned or entry.state in (NEWER, PARTIAL_SAVE):
             reason = entry.reason or f"{entry.folder} is {entry.description}"

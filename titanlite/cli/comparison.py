@@ -120,7 +120,7 @@ def steady(run: Run) -> list[Row]:
 
 
 def _at_equal_steps(name: str, rows: Sequence[Sequence[Row]], count: int) -> list[Figure]:
-    """Return a loss at `count` steps of all runs at most, at equal distances up to the last."""
+    """Return a loss at `count` steps of all runs at most."""
     losses = [{int(row["step"]): row[name] for row in part} for part in rows]
     steps = sorted(set.intersection(*map(set, losses)))
     shown = min(count, len(steps))
@@ -147,9 +147,7 @@ def tables(comparison: Comparison) -> list[Table]:
 
 
 def _differences(runs: Sequence[Run]) -> dict[str, tuple[Any, ...]]:
-    """Return config keys in the order of the file, then circumstances that may explain a
-    difference.
-    """
+    """Config keys come first, then circumstances that may explain a difference."""
     have_configs = all(run.config is not None for run in runs)
     have_attempts = all(run.attempts for run in runs)
     sides = []

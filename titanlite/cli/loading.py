@@ -148,7 +148,7 @@ def choose_device(given: str | None) -> torch.device:
 
 
 def _tokenizer(source: Source, path: str | None) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return the tokenizer of a `Source` or in `path`, and the section `data` of its run.
+    """Return also the section `data` of the weights' run.
 
     Raises DataError, and CheckpointError for a tokenizer that the weights were not trained with.
     """
@@ -173,7 +173,7 @@ def _tokenizer(source: Source, path: str | None) -> tuple[Tokenizer, dict[str, A
 
 
 def _stop_ids(tokenizer: Tokenizer, folder: Path | None) -> set[int]:
-    """Return the ids that end a text. folder: of Hugging Face's layout, which may name more."""
+    """folder: of Hugging Face's layout, which may name more."""
     found = set(tokenizer.stop_ids)
     if folder is not None and (file := folder / "generation_config.json").is_file():
         more = parse_json(file.read_bytes()).get("eos_token_id")

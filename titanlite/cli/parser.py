@@ -190,7 +190,7 @@ class Parser(argparse.ArgumentParser):
         return FLAGS in f"{self.description} {self.epilog}"
 
     def _gone(self, word: str) -> str:
-        """Return what replaces a word of earlier versions; "": it is none."""
+        """Return what replaces a word of earlier versions."""
         return GONE.get(f"{self.prog} {word}".removeprefix("titanlite "), "")
 
     def _refuse_gone(self, word: str) -> None:

@@ -48,10 +48,7 @@ def peek(run: RunConfig, validation: bool, first: int, count: int, style: Style)
 
 
 def _figures(rows: Rows, name: str, per_step: int) -> Iterator[str]:
-    """Yield the files, those passed over, and the figures of each text.
-
-    name: of a single text. per_step: sequences of a step.
-    """
+    """name: of a single text. per_step: sequences of a step."""
     yield from file_lines(rows)
     for warning in file_warnings(rows, name):
         yield f"warning: {warning}"

@@ -134,7 +134,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _refuse_others(folder: Path, plan: dict[str, Any], stamp: str) -> None:
-    """Raise DataError for a folder that holds anything but this text, finished or begun."""
+    """Raise DataError for a folder that holds anything but this text."""
     other = "name another folder, or remove this one"
     known: dict[str, Any] = {}
     if is_index(folder / INDEX):
@@ -297,7 +297,7 @@ def _run(
 
 
 def _tokenize(task: Task) -> list[dict[str, Any]]:
-    """Write the parts of a task that are not there yet; return all of them."""
+    """Write the parts that are not there yet; return all of them."""
     worker = _worker[0]
     parts: list[dict[str, Any]] = []
     while part := _finished(worker.folder, _name(task, parts), task):
@@ -329,9 +329,7 @@ def _finished(folder: Path, name: str, task: Task) -> dict[str, Any] | None:
 def _documents(
     worker: _Worker, task: Task, piece: int, number: int
 ) -> Iterator[tuple[tuple[int, int], Document]]:
-    """Iterate over a task's documents after record `number` of a piece: ((piece, number),
-    document).
-    """
+    """Iterate after record `number` of a piece: ((piece, number), document)."""
     tokenizer = worker.tokenizer
     for n in range(piece, len(task.pieces)):
         records = records_of(worker.shards, task.pieces[n], number if n == piece else 0)
@@ -375,7 +373,7 @@ class _PartWriter:
         return self._offsets[-1]
 
     def add(self, document: Document, end: tuple[int, int]) -> None:
-        """Append a document. end: number of its piece, and its number there."""
+        """end: number of the document's piece, and its number there."""
         record, ids, mask = document
         if end != (self._end[0], self._end[1] + 1):  # another piece, or after empty lines
             self._sources.append((str(record.file), len(self._masks), record.number - 1))
@@ -389,7 +387,7 @@ class _PartWriter:
         self._end = end
 
     def close(self, last: bool) -> dict[str, Any]:
-        """Write the part's record, after all else is on the disk. last: of its task."""
+        """Write the record after all else is on the disk. last: of its task."""
         with self._file as file:
             sync(file)
         checksums = {"tokens": f"{_HASH}:{self._hash.hexdigest()}"}

@@ -124,7 +124,7 @@ def divide(shards: TextFiles, options: Options, tokenizer: Tokenizer) -> list[Ta
 
 
 def _about(name: str) -> tuple[Any, ...]:
-    """Return path, size and version of a file. Raises DataError if it cannot be asked for."""
+    """Return path, size and version. Raises DataError if the file cannot be asked for."""
     try:
         if not is_url(name):
             stat = os.stat(name)
@@ -143,7 +143,7 @@ def _about(name: str) -> tuple[Any, ...]:
 
 
 def _pieces(name: str, shards: TextFiles, most: int) -> list[Piece]:
-    """Return a file, or ranges of about `most` bytes: lines of JSON, row groups of parquet."""
+    """Return ranges of about `most` bytes: lines of JSON, row groups of parquet."""
     about = _about(name)
     size: int = about[1]
     unit: Literal["file", "bytes", "rows"] = "file"

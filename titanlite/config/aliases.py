@@ -87,7 +87,7 @@ def _mx_recipe(value: str) -> str:
 
 
 def _split_points(parts: list[list[str]]) -> list[str]:
-    """Return the first module of each part but the first; parts must cover the layers in order."""
+    """The parts must cover the layers in order."""
     names = [name for part in parts for name in part if re.fullmatch(r"layers\.\d+", name)]
     if names != [f"layers.{number}" for number in range(len(names))]:
         raise ValueError("the parts must hold layers.0, layers.1, … in order, none left out")

@@ -276,7 +276,7 @@ def _phases(config: LoadedConfig) -> Iterator[Problem]:
 def _sources(
     d: Config, list_key: str, sources: Sequence[DataSource], single: str
 ) -> Iterator[Problem]:
-    """Check the names and fields of a list of sources. single: key that names a text alone."""
+    """single: key that names a text alone."""
     seen: set[str] = set()
     for number, source in enumerate(sources):
         key = f"{list_key}[{number}]"
@@ -371,7 +371,7 @@ def is_there(path: str) -> bool:
 
 
 def _has_checkpoints(d: Config) -> bool:
-    """Return whether the folder seems to hold checkpoints; True for a store, which is not asked."""
+    """Return True for a store, which is not asked."""
     if is_url(d.checkpoint.folder):
         return True
     folder = os.path.join(d.job.dump_folder, d.checkpoint.folder)

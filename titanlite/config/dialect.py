@@ -127,7 +127,6 @@ def _scale_deepseek(layers: Layers, flavor: str, source: Source) -> None:
 
 
 def _written_as(layers: Layers, key: str, value: str, sign: Source) -> Source:
-    """Return the source of a key's value that follows from the one that is written."""
     settled = layers.values.get(key)
     given = DEFAULT if settled is None else settled.source
     if given.file == sign.file or given.kind == "command line":
@@ -136,7 +135,6 @@ def _written_as(layers: Layers, key: str, value: str, sign: Source) -> Source:
 
 
 def _apply_transformers(layers: Layers, source: Source) -> None:
-    """Give a file of torchtitan's experiment with transformers the shape of its flavor."""
     name = layers.values.get("model.name")
     if name is None or name.raw != TRANSFORMERS:
         return

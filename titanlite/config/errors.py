@@ -112,7 +112,7 @@ def bad_flag(key: str, message: str, remedy: str = "") -> ConfigError:
 
 
 def _by_place(problem: Problem) -> tuple[bool, str, int]:
-    """Sort by file and line; then the command line, then what has no single place."""
+    """Sort by file and line, then the command line, then what has no place."""
     file, _, line = problem.where.rpartition(":")
     if line.isdigit():
         return not file, file, int(line)

@@ -62,8 +62,8 @@ def load(argv: Sequence[str]) -> LoadedConfig:
     """Return the config of a command line (without the program's name), its files included.
 
     Raises ConfigError with every problem of a key by itself; if there is none, with every
-    contradiction between keys, but for those of features (`titanlite.resolve.load`). `-h` or
-    `--help` prints the usage and exits with 0.
+    contradiction between keys but those of features. `-h` or `--help` prints the usage and exits
+    with 0.
     """
     config, problems = read(argv)
     refuse(problems or broken(config, RULES))
@@ -74,8 +74,7 @@ def read(argv: Sequence[str], defer: bool = False) -> tuple[LoadedConfig, list[P
     """Return the config of a command line, and its problems key by key, without contradictions.
 
     A key with a problem keeps its value of the layers below. defer: `to_toml` keeps environment
-    variables as they are written, for other machines; here they may be unset. `-h` or `--help`
-    prints the usage and exits with 0.
+    variables as written, for other machines; here they may be unset. `--help` exits, as in `load`.
     """
     if "-h" in argv or "--help" in argv:
         print(USAGE)
@@ -100,9 +99,9 @@ def read_text(
 ) -> tuple[LoadedConfig, list[Problem]]:
     """Return the config of a text, and what is wrong, as `read` does.
 
-    path: the file of the text, which need not exist; files that it extends are found from there.
-    flags: laid over it. origin: in a foreign text, variables and other files are problems, and the
-    config's `claims` list the code that it names.
+    path: of the text, which need not exist; files that it extends are found from there. flags: laid
+    over it. origin: in a foreign text, variables and other files are problems, and `claims` lists
+    the code that it names.
     """
     entries, problems = command_line_entries(flags)
     layers = Layers(problems, origin=origin)
@@ -189,8 +188,8 @@ class Layers:
     def read(self, path: Path, shown: str, chain: tuple[Path, ...], failure: Problem) -> None:
         """Add a file and all it extends.
 
-        shown: its name as it was written. chain: the files that led here. failure: the problem of a
-        file that cannot be read, without its message.
+        shown: its name as written. chain: the files that led here. failure: the problem of a file
+        that cannot be read, without its message.
         """
         try:
             identity = path.resolve()
@@ -222,7 +221,7 @@ class Layers:
         self.files.append((path, entries))
 
     def _extend(self, place: str, path: Path, name: str, chain: tuple[Path, ...]) -> None:
-        """Add a file that the file `path` extends. place: of its name."""
+        """place: of the file's name in `path`."""
         file = path.parent / os.path.expanduser(name)
         if not file.exists():
             file = in_config_folders(name) or file
@@ -258,7 +257,7 @@ class Layers:
         return found
 
     def merged(self, flags: list[Entry]) -> LoadedConfig:
-        """Return the config of all files, with the flags of a command line over them."""
+        """Return the config of all files, with the flags over them."""
         written = [entry for _, entries in self.files for entry in entries]
         named = {entry.name: entry for entry in [*written, *flags]}
         idle = _idle_converter(named)
@@ -305,7 +304,7 @@ class Layers:
         )
 
     def _add(self, entries: Iterable[Entry], file: Path | None) -> None:
-        """Put checked entries over the values so far. file: None for the command line."""
+        """file: None for the command line."""
         layer: dict[str, _Value] = {}
         for entry in entries:
             if entry.name in UNSUPPORTED:
@@ -325,7 +324,7 @@ class Layers:
         self.values.update(layer)
 
     def _value(self, entry: Entry, file: Path | None) -> _Value | None:
-        """Return an entry as its key's own kind of value; None: it is wrong, and told."""
+        """None: the entry is wrong, and told."""
         name = entry.name
         key = key_of(name)
         place = entry.source.place
@@ -362,9 +361,7 @@ class Layers:
         return found
 
     def _exclude(self, layer: dict[str, _Value]) -> None:
-        """Allow one of the keys for one thing in a layer; it replaces another one of the layers
-        below.
-        """
+        """Allow one of the keys for one thing; it replaces one of the layers below."""
         for group in EXCLUSIVE:
             chosen = [key for key in group if key in layer and layer[key].value is not None]
             if len(chosen) > 1:
@@ -385,7 +382,7 @@ class Layers:
                 self.notes.append(f"{key} ({layer[key].source}) replaces {replaced}")
 
     def _drop_overrides(self, layer: dict[str, _Value]) -> None:
-        """Drop the overrides of the layers below where this one chooses another model."""
+        """Drop those of the layers below where this one chooses another model."""
         models = ("model.name", "model.flavor")
         others = [key for key in models if key in layer and layer[key].value != self.get(key)]
         gone = [name for name in self.values if name.startswith("model.overrides.")]
@@ -412,11 +409,10 @@ class Layers:
         self.values[key] = _Value(value, source)
 
     def get(self, key: str) -> Any:
-        """Return the value of a key so far, or its default."""
         return self.values[key].value if key in self.values else keys()[key].default
 
     def _apply_dialect(self, entries: Iterable[Entry]) -> None:
-        """Read a file of torchtitan 0.2.x as such: one that says so, or uses one of its names."""
+        """A file of torchtitan 0.2.x says so, or uses one of its names."""
         later = [
             one.source for one in entries if one.name in ALIASES and ALIASES[one.name].is_later
         ]
@@ -445,8 +441,7 @@ def _names_mx(entries: Mapping[str, Entry]) -> bool:
 def _idle_converter(entries: Mapping[str, Entry]) -> str:
     """Return how names begin that do not count.
 
-    Files of torchtitan may have tables of several converters, as [quantize.linear.mx], which set
-    the same keys here.
+    Files of torchtitan may have tables of several converters, which set the same keys here.
     """
     recipe = entries.get("float8.recipe_name")
     is_mx = _names_mx(entries) or (recipe is not None and str(recipe.value).startswith("mx"))

@@ -60,7 +60,7 @@ class LoadedConfig:
         return getattr(found or sections()[section](), name)
 
     def changed(self, changes: Mapping[str, Any]) -> LoadedConfig:
-        """Return the config as if flags of a command line gave these keys their values."""
+        """Return the config as if flags gave these keys their values."""
         sections = self.sections
         for key, value in changes.items():
             section, _, name = key.partition(".")
@@ -95,7 +95,9 @@ class LoadedConfig:
         return "" if source.kind == "default" else source.place
 
     def entries(self) -> Iterator[tuple[str, Any]]:
-        """Yield the values in effect by key, without none and defaults that gave way."""
+        """Yield the values in effect by key, tables entry by entry, but no None and no replaced
+        default.
+        """
         for key in keys().values():
             value = self.value(key.name)
             if key.is_table:

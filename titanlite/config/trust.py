@@ -58,12 +58,10 @@ class Claim:
     effect: str
 
     def refusal(self) -> Problem:
-        """Return the problem that names value, file and flag."""
         message = f"{quote(self.value)} {self.effect}; titanlite does not trust this file"
         return Problem("untrusted", self.key, message, _HINT, self.place)
 
     def announcement(self) -> str:
-        """Return the line that the user reads before the value has its effect."""
         return f"{FLAG}: {self.place}: {self.key} = {quote(self.value)} {self.effect}"
 
 

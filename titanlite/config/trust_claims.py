@@ -60,7 +60,7 @@ def _dotted_paths(key: str, value: Any) -> Iterator[str]:
 
 
 def _imported(path: str) -> str:
-    """Return what an import of a dotted path would run, for people. It imports nothing."""
+    """Return what an import would run, for people. It imports nothing."""
     name = path.partition(":")[0]
     if name.startswith((".", "/")):
         return f"the file {Path(name).resolve()}"

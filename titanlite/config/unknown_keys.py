@@ -36,7 +36,7 @@ def unknown(name: str, source: Source) -> Problem:
 
 
 def _meant(name: str, last: str) -> str:
-    """Return what a user may have meant by an unknown name. last: its part without a section."""
+    """last: the name's part without a section."""
     others = NAMES["other_trainers"]
     if name in others or last in others:
         return f"here this is {others.get(name) or others[last]}"

@@ -43,7 +43,6 @@ class Unsupported(NamedTuple):
 
 
 def _switch_of(name: str) -> str:
-    """Return the key of the feature's switch; "": there is none."""
     for start, switch in NAMES["switches"].items():
         if name.startswith(start) and name != switch:
             return str(switch)

@@ -29,7 +29,10 @@ def names_in(value: Any) -> list[str]:
 
 
 def is_deferred(key: str) -> bool:
-    """Return whether a launcher leaves the variables of a key to the machines of the job."""
+    """Return whether a launcher leaves the variables of a key to the machines of the job.
+
+    It needs the other keys itself.
+    """
     return not key.startswith("launch.") and key not in (
         "job.config_file",
         "job.extends",

@@ -85,7 +85,7 @@ class _FileEntries:
         self.problems: list[Problem] = []
 
     def add(self, name: str, value: Any, is_top: bool = False) -> None:
-        """Add a value, or all values of a section. is_top: it is in no section."""
+        """is_top: the value is in no section."""
         source = Source("file", self.file, self.lines.get(name), name)
         is_table = isinstance(value, dict)
         if is_table and is_subsection(name):
@@ -151,7 +151,7 @@ def command_line_entries(argv: Sequence[str]) -> tuple[list[Entry], list[Problem
 
 
 def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each flag, without dashes, and its words; "" with a word that belongs to none."""
+    """Yield each flag and its words; "" with a word that belongs to none."""
     position = 0
     while position < len(argv):
         word = argv[position]
@@ -184,9 +184,7 @@ def flag_name(flag: str) -> tuple[str | None, bool]:
 
 
 def _values(name: str | None, words: list[str], negated: bool) -> dict[str, Any]:
-    """Return a flag's value by its name; of a table, by the names of its entries. Raises
-    _BadWords.
-    """
+    """Return a flag's value by its name, or a table's by entries. Raises _BadWords."""
     if name is None:
         raise _BadWords(f"unexpected word {quote(words[0])}")
     type_ = type_of_name(name)
@@ -211,7 +209,7 @@ def _values(name: str | None, words: list[str], negated: bool) -> dict[str, Any]
 
 
 def _list(type_: Any, words: list[str], has_commas: bool) -> Any:
-    """Return a list of words. has_commas: they are split at commas, too."""
+    """has_commas: words are split at commas, too."""
     if len(words) == 1 and words[0].lstrip().startswith("["):
         return _one(type_, words[0])
     (item,) = get_args(type_)
@@ -220,9 +218,7 @@ def _list(type_: Any, words: list[str], has_commas: bool) -> Any:
 
 
 def _one(type_: Any, text: str) -> Any:
-    """Return the first reading of a word that fits the type; a word without one is checked
-    later.
-    """
+    """Return the first reading that fits; a word without one is checked later."""
     # SageMaker hands on null as an empty word.
     is_none = text.lower() == "none" or (not text and not fits(type_, text))
     if is_none and type(None) in members(type_) and "none" not in choices(type_):
@@ -236,7 +232,7 @@ def _one(type_: Any, text: str) -> Any:
 
 
 def _readings(text: str) -> Iterator[Any]:
-    """Yield a word as each kind of value that it can be, the likeliest first."""
+    """Yield a word as each kind of value, the likeliest first."""
     if text.lower() in ("true", "false"):
         yield text.lower() == "true"
     for read in (_literal, _json, float):
@@ -247,7 +243,7 @@ def _readings(text: str) -> Iterator[Any]:
 
 
 def _json(text: str) -> Any:
-    """Return a list or an object. Raises ValueError for others: `null` may be a text."""
+    """Raises ValueError for others than lists and objects: `null` may be a text."""
     if not text.lstrip().startswith(("[", "{")):
         raise ValueError
     return parse_json(text)

@@ -83,7 +83,7 @@ def start(
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a command beside this process, in a folder, with its output in the file `console`.
+    """Start a command in a folder, with its output in the file `console`.
 
     Call it from the main thread. On Linux the command is asked to end when this process dies.
     Raises OSError.
@@ -107,7 +107,7 @@ _SIGNAL_AT_DEATH_OF_PARENT = 1
 
 
 def _preparation() -> Callable[[], None]:
-    """Return what a new process calls to heed SIGINT, which a shell's background commands ignore,
+    """Return what a new process calls to heed SIGINT, which shells let background commands ignore,
     and on Linux to get SIGTERM when this one dies.
     """
     parent = os.getpid()
@@ -137,7 +137,7 @@ def run(  # noqa: PLR0913
 ) -> int:
     """Run a command as `start` does, to its end; return its exit code.
 
-    Any exception while it runs, such as Stopped, ends the command first: `ask` is sent, and it has
+    An exception meanwhile, such as Stopped, ends the command first: it gets the signal `ask`, and
     `grace` seconds. Of two signals the first one is raised. Raises OSError, and
     subprocess.TimeoutExpired after `seconds`.
     """
@@ -158,8 +158,7 @@ def end(
 ) -> None:
     """Ask a command to end within `grace` seconds.
 
-    If that takes too long, or on a second signal, kill it and all that it started. The signal is
-    raised then.
+    Then, or on a second signal, kill it and all that it started. The signal is raised afterwards.
     """
     process.send_signal(ask)
     try:
@@ -180,9 +179,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return what a process started, the youngest first; also what has another session, as
-    torchrun.
-    """
+    """Return what a process started, the youngest first, in other sessions too."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
@@ -194,9 +191,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def last_lines(console: Path, count: int = 15) -> list[str]:
-    """Return the last lines that the ranks of a run wrote, without torchrun's report of the
-    failure.
-    """
+    """Return the last lines of a run's ranks, without torchrun's report of the failure."""
     lines = console.read_text(encoding="utf-8", errors="replace").splitlines()
     lines = [line for line in lines if line.strip()]
     # The first line may be one that the ranks wrote through the same logger.

@@ -73,7 +73,7 @@ def sagemaker_job(base: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def _hyperparameter(value: Any) -> str:
-    """Return a hyperparameter as a word of a command line; null is an empty word."""
+    """Return a word of a command line; null is an empty word."""
     # The SDK writes JSON, other callers plain text.
     with contextlib.suppress(ValueError):
         value = parse_json(value)

@@ -93,7 +93,7 @@ def _refuse_control_characters(job: Job) -> None:
 
 
 def _texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each text in nested tables and lists, names of entries too, with its place."""
+    """Yield each text with its place, names of entries too."""
     if isinstance(value, str):
         yield place, value
     elif isinstance(value, Mapping):

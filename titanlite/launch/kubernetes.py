@@ -182,7 +182,6 @@ def _values_of_others(job: Job, values: dict[str, Any]) -> Iterator[tuple[str, s
 
 
 def _unmounted(job: Job, checkpoints: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the folders of the run that are on no volume."""
     paths = list(job.launch.volumes.values())
     folder = job.run.job.dump_folder
     folders = {"job.dump_folder": folder}

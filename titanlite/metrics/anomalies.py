@@ -39,8 +39,8 @@ _SOON, _RETURNS = 10, 2
 class AnomalyLog:
     """Reports bad steps on the console and in guard.jsonl; all ranks call it, rank 0 writes.
 
-    folder: the run's; None on other ranks. course: of an undisturbed run. share: data-parallel rank
-    and degree.
+    folder: None on other ranks. course: of an undisturbed run. share: data-parallel rank and
+    degree.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class AnomalyLog:
         self._write(bad, "skip", fetched, ". Skipped")
 
     def stopped(self, bad: BadStepError, fetched: Fetched) -> None:
-        """Record the step that ends the run; the caller logs it."""
+        """The caller logs it."""
         self._write(bad, "stop", fetched)
 
     def rolled_back(
         self, bad: BadStepError, fetched: Fetched, step: int, data: dict[str, Any]
     ) -> None:
-        """Report a return to the checkpoint of `step`, where the loader's state was `data`."""
+        """data: the loader's state in the checkpoint of `step`."""
         skipped = steps_text(data["next_sequence"], fetched.after["next_sequence"], self._course)
         words = (
             f". Rolled back to the checkpoint of step {step}, without the data of steps {skipped} "
@@ -124,7 +124,7 @@ class AnomalyLog:
         self._log.write(row)
 
     def _documents(self, sequences: Sequence[int]) -> dict[str, list[Any]]:
-        """Return the documents of each sequence, without those that fill up the last step."""
+        """Return each sequence's documents, without those that fill up the last step."""
         total = self._dataset.total_sequences
         found = {}
         for number in sequences:
@@ -167,8 +167,7 @@ def explain(bad: BadStepError, model: nn.Module, runner: Runner, fetched: Fetche
 
 
 def steps_text(first: int, end: int, course: Course) -> str:
-    """Return sequences [first, end) as steps of the data order, as `data.skip_steps` takes them:
-    "7" or "6-8".
+    """Return sequences [first, end) as `data.skip_steps` takes steps: "7" or "6-8".
 
     course: of an undisturbed run.
     """

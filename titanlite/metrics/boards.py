@@ -46,7 +46,7 @@ class BackgroundWriter:
             self._rows.put((step, dict(values)))
 
     def stop(self, failed: bool = False) -> None:
-        """Let the thread send the rest and end, and return; `close` waits for it."""
+        """Let the thread send the rest; `close` waits for it."""
         if self._stopped_at is None:
             self._stopped_at = time.monotonic()
             self.failed = failed
@@ -137,7 +137,7 @@ class TensorBoard(BackgroundWriter):
     """Writes into a dated subfolder of `folder`, within about ten seconds.
 
     purge_step: first step that will be written. A resumed run (over 1) continues in the newest
-    subfolder, and TensorBoard forgets the values there from this step on.
+    subfolder, where TensorBoard forgets the values from this step on.
     """
 
     name = "TensorBoard"

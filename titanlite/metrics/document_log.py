@@ -19,7 +19,7 @@ class DocumentLog(Callback):
     """Writes the documents of each step's batch to a file of JSON lines. Needs no collective.
 
     path: None on a rank that writes none. source: name of text that is no mixture. share:
-    data-parallel rank and degree, of a rank that writes its own part; None: all of the batch.
+    data-parallel rank and degree of a rank that writes its part; None: all of the batch.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class DocumentLog(Callback):
         self._share = share or (0, 1)
 
     def on_start(self, trainer: Trainer) -> None:
-        """Continue after the checkpoint's last step, or begin a new log: rank 0 for all."""
+        """Continue after the checkpoint's last step, or begin anew: rank 0 for all."""
         if self._log is not None:
             folder = self._log.path.parent
             folder.mkdir(parents=True, exist_ok=True)

@@ -84,9 +84,9 @@ def diagnose_nonfinite(
     """Run the step of these micro-batches again, without an update, and name what was not finite
     first.
 
-    micro_batches: this rank's, on the model's device, as `train_step` took them; the weights must
-    be those of then. All ranks call it together, and get the same finding. Compiled parts run
-    uncompiled. Gradients that the model holds are lost.
+    micro_batches: this rank's, on the model's device; the weights must be those of then. All ranks
+    call it together, and get the same finding. Compiled parts run uncompiled. Gradients that the
+    model holds are lost.
     """
     model.zero_grad(set_to_none=True)
     if found := _parameter_finding(
@@ -149,7 +149,7 @@ class _Event(NamedTuple):
 
 
 class _Recorder:
-    """Hooks on every module that check its outputs in order, without reading the device."""
+    """Hooks that check the outputs of modules in order, without reading the device."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -172,7 +172,7 @@ class _Recorder:
                 handle.remove()
 
     def first_events(self) -> dict[Stage, _Event]:
-        """Read the device once; return this rank's first value that was not finite, by stage."""
+        """Read the device once; return this rank's first bad value by stage."""
         if not self._checks:
             return {}
         finite = torch.stack([flag for *_, flag in self._checks]).tolist()
@@ -188,7 +188,6 @@ class _Recorder:
         self._in_forward = True
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        """Check what a module returns, and its gradient when it is there."""
         if not self._in_forward:  # activation checkpointing runs the module again
             return
         for tensor in tree_leaves(output):

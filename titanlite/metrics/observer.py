@@ -38,9 +38,7 @@ class Figures(Protocol):
         """Return this rank's sums since the last call: [any number] float64 on the device."""
         ...
 
-    def figures(self, trainer: Trainer, sums: list[float]) -> dict[str, float]:
-        """Return entries of metrics.jsonl from the sums over all ranks."""
-        ...
+    def figures(self, trainer: Trainer, sums: list[float]) -> dict[str, float]: ...
 
 
 class MetricsLogger(Callback):
@@ -100,7 +98,7 @@ class MetricsLogger(Callback):
         self._begin(trainer)
 
     def on_rollback(self, trainer: Trainer) -> None:
-        """Drop what was recorded after the checkpoint. Trackers keep what they have."""
+        """Drop later records. Trackers keep what they have."""
         self._first_step = trainer.step + 1
         if self._jsonl:
             self._jsonl.truncate_after(trainer.step)
@@ -211,7 +209,6 @@ class MetricsLogger(Callback):
         return step % self._metrics.log_freq == 0 or step in (self._first_step, steps)
 
     def _request_layer_norms(self, trainer: Trainer) -> None:
-        """Have the next step compute gradient norms by layer, with every so many logs."""
         every = self._metrics.layer_norms
         step = trainer.step + 1
         wanted = every > 0 and self._logs % every == 0 and self._is_logged(step, trainer.steps)
@@ -254,7 +251,7 @@ class MetricsLogger(Callback):
         reset_peak(self._world.device)
 
     def _show(self, step: int, row: Mapping[str, float], reading: Reading, waits: float) -> None:
-        """Print the line of a step. waits: for data, in percent of the time."""
+        """waits: for data, in percent of the time."""
         shown = {"step": step, "samples_per_second": reading.samples_per_second, **row}
         shown["waits_percent"] = waits
         if reading.seconds_left is not None:
@@ -279,10 +276,9 @@ class MetricsLogger(Callback):
             logger.warning(f"step {step}: {warning}")
 
     def _reduce(self, result: StepResult, parts: Sequence[torch.Tensor]) -> _Reduced:
-        """Return the figures of a step over all ranks, by one all-reduce and one reading of the
-        device.
+        """Use one all-reduce and one reading of the device. parts: what is summed besides.
 
-        Every rank has its own place, where the others have zero. parts: what is summed besides.
+        Every rank has its own place, where the others have zero.
         """
         size, rank = self._world.size, self._world.rank
         times = torch.zeros(3, size, dtype=torch.float64)
@@ -321,7 +317,7 @@ class _Reduced(NamedTuple):
 
 
 def _measured_again(trainer: Trainer) -> list[str]:
-    """Return figures of the step of a checkpoint that the run begins with."""
+    """Return figures of the step of the checkpoint that the run begins with."""
     found = []
     if "validation" in trainer.owed:
         found.append("validation_loss")
@@ -331,7 +327,6 @@ def _measured_again(trainer: Trainer) -> list[str]:
 
 
 def _keep_earlier(path: Path) -> None:
-    """Rename an earlier run's metrics, so that they are neither lost nor mixed with ours."""
     if not path.exists() or not path.stat().st_size:
         return
     number = 1

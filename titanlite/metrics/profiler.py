@@ -25,9 +25,9 @@ _ENTRIES = 100_000
 class Profiler(Callback):
     """Records what section `[profiling]` asks for.
 
-    Time: torch.profiler traces in `iteration_N/rankR_trace.json`, N the last step recorded. Memory:
-    CUDA's allocations in `iteration_N/rankR_memory_snapshot.pickle`, for pytorch.org/memory_viz, at
-    the end of each cycle and when memory runs out.
+    Time: torch.profiler traces in `iteration_N/rankR_trace.json` for Perfetto, N the last step
+    recorded. Memory: CUDA's allocations in `iteration_N/rankR_memory_snapshot.pickle`, for
+    pytorch.org/memory_viz, at the end of each cycle and when memory runs out.
     """
 
     def __init__(self, config: Profiling, rank: int, device: torch.device) -> None:
@@ -90,7 +90,7 @@ class Profiler(Callback):
         )
 
     def _write(self, folder: str, suffix: str, name: str, dump: Callable[[str], None]) -> None:
-        """Write the file of this rank and step. A full disk costs a profile, not the run."""
+        """A full disk costs a profile, not the run."""
         path = Path(folder) / f"iteration_{self._step}{suffix}" / f"rank{self._rank}_{name}"
         began = time.perf_counter()
         try:

@@ -26,8 +26,8 @@ _NAMED = 4
 class EqualReplicas(Callback):
     """Compares at the first log what several ranks hold of the weights, by sums of its bits.
 
-    They differ where ranks draw other random numbers for the same activations, run other code, or
-    compute wrong; a checkpoint holds one of them.
+    A checkpoint holds one of these parts, so they must be equal. They differ where ranks draw other
+    random numbers for the same activations, run other code, or compute wrong.
     """
 
     def __init__(self) -> None:
@@ -56,10 +56,7 @@ class EqualReplicas(Callback):
 
 
 def _shared_parts(model: nn.Module, ranks: int) -> dict[tuple[str, tuple[int, ...]], int]:
-    """Return a sum of the bits of each part that other ranks hold too, by name and offset.
-
-    ranks: that hold the same layers.
-    """
+    """Return sums of bits by name and offset. ranks: that hold the same layers."""
     from titanlite.checkpoint.storage import gather
 
     found = {}
@@ -78,7 +75,7 @@ def _shared_parts(model: nn.Module, ranks: int) -> dict[tuple[str, tuple[int, ..
 
 
 def _bits(part: Tensor) -> int:
-    """Return the sum of a tensor's bytes, as far as possible as numbers of 64 bits."""
+    """Sum a tensor's bytes, as far as possible as numbers of 64 bits."""
     flat = part.detach().reshape(-1)
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()

@@ -84,7 +84,6 @@ _looks = threading.Lock()
 
 
 def _is_common(error: BaseException) -> bool:
-    """Return whether all ranks raise this error together."""
     by_python = (KeyboardInterrupt, SystemExit, GeneratorExit)
     return isinstance(error, (StopRequested, *by_python)) or getattr(error, "together", False)
 
@@ -99,24 +98,22 @@ class HangWatchdog:
     """Watches the ranks of the default process group, or one process alone, while the block runs.
 
     Enter it on all ranks, after the group was made. When rank 0 makes no progress for the deadline,
-    it logs a table of all ranks and a sentence that names the culprit. The report ends no process.
-    The deadline is longer where phases are slow. When an exception leaves the block on one rank
-    alone, the others end within seconds, with `exit_codes.LOST_PEER`, and rank 0's last line is
-    that exception. A stop or the guard raises on all ranks, which ends no other rank. A collective
-    that failed ends no other rank either: rank 0 logs the table.
+    it logs a table of all ranks and a sentence that names the culprit, and ends no process. When an
+    exception leaves the block on one rank alone, the others end within seconds, with
+    `exit_codes.LOST_PEER`, and rank 0's last line is that exception. A stop or the guard raises on
+    all ranks, which ends no other rank. A collective that failed ends none either: rank 0 logs the
+    table.
 
     Args:
         stall, comm: sections with the deadlines. Phases in PATIENT have the collectives' first
             timeout.
-        logs: folder with the logs of all ranks, for messages. traces: folder of the flight
-            recorder, for messages.
+        logs, traces: folders of all ranks' logs and of the flight recorder, for messages.
         end: ends this process with a code, when another rank has raised. None: nothing ends it.
 
     Attributes:
         verdict: the sentence that names the culprit, once there is one.
-        near: process ids of the ranks of this launcher, by rank, which a report need not wait for.
-        on_peer: called in another thread with a PeerError before `end`, to record how the run
-            ended.
+        near: process ids of this launcher's ranks, by rank, which a report need not wait for.
+        on_peer: called in another thread with a PeerError before `end`, to record the end.
     """
 
     def __init__(
@@ -174,7 +171,6 @@ class HangWatchdog:
 
     @property
     def where(self) -> str:
-        """The latest phase of this rank, as "backward of step 3"."""
         return RankState(0, step=self._now[0], phase=self._now[2]).where
 
     def __enter__(self) -> HangWatchdog:
@@ -249,8 +245,8 @@ class HangWatchdog:
         """Report an exception to the other ranks before it leaves the block: cleaning up may take
         time.
 
-        If a collective failed, find the rank to blame, which takes some seconds, log it, and return
-        the verdict.
+        If a collective failed, find the rank to blame, which takes some seconds; log and return the
+        verdict.
         """
         if self._thread is None or self._end_state or _is_common(error):
             return ""
@@ -297,9 +293,7 @@ class HangWatchdog:
     def _end_later(
         self, seconds: float, code: int, reason: Callable[[], str]
     ) -> threading.Timer | None:
-        """End this process after `seconds`, unless the timer is cancelled; None: nothing may end
-        it.
-        """
+        """Return a timer to cancel; None: nothing may end the process."""
         finish = self._end
         if finish is None:
             return None
@@ -335,7 +329,7 @@ class HangWatchdog:
     def _wait_for(
         self, key: str, seconds: float = _TOLD_SECONDS, unless: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Return whether a key of the store came. unless: it will not come."""
+        """Return whether a key of the store came. unless: it will not."""
         deadline = time.monotonic() + seconds
         while not self._store.check([key]):
             if time.monotonic() > deadline or unless():
@@ -381,7 +375,7 @@ class HangWatchdog:
             self._watch(now)
 
     def _watch(self, now: float) -> None:
-        """On rank 0: report if this rank, and so all of them, have stood still for too long."""
+        """On rank 0: report if all ranks have stood still for too long."""
         step, _, phase, since = self._now
         since = max(since, progress_at.get(phase, since))
         if self._reported is not None:
@@ -397,7 +391,7 @@ class HangWatchdog:
             self._report(f"no progress for {now - since:.0f} s")
 
     def _report(self, reason: str) -> None:
-        """Read where all ranks are, and log it. Ranks without a heartbeat meanwhile are silent."""
+        """Log where all ranks are; those without a heartbeat meanwhile are silent."""
         deadline = time.monotonic() + self._silence
         before = [self._beat(rank) for rank in range(self.size)]
         self._publish()
@@ -417,11 +411,11 @@ class HangWatchdog:
         logger.error(f"{reason}:\n{table(states, culprits)}\n{self.verdict}")
 
     def _is_gone(self, rank: int = 0) -> bool:
-        """Return whether another rank's process has ended, where this one can tell."""
+        """Return whether a rank's process has ended, where this one can tell."""
         return rank in self.near and has_ended(self.near[rank])
 
     def _state_since(self, rank: int, before: str) -> RankState:
-        """Return the latest state of a rank; it is silent if its heartbeat is still `before`."""
+        """Return a rank's state, which is silent if its heartbeat is still `before`."""
         beat = self._beat(rank)
         state = RankState(rank)
         if beat:
@@ -429,12 +423,11 @@ class HangWatchdog:
         return replace(state, silent=beat == before and not state.end)
 
     def _beat(self, rank: int) -> str:
-        """Return a rank's latest heartbeat, a number and its state; "": there is none."""
         key = f"beat/{rank}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _find_culprit(self) -> str:
-        """A collective failed here. Rank 0 finds out why; the others take over its verdict."""
+        """Rank 0 finds out why a collective failed; the others take over its verdict."""
         if self.rank == 0 and not self._store.check(["raised"]):
             self._report("a collective failed")
             self._store.set("verdict", self.verdict)
@@ -498,8 +491,8 @@ def nccl_failure() -> str:
 
 
 def _stack(thread: int) -> tuple[tuple[str, ...], bool]:
-    """Return the innermost frame of a thread, those around it that are not torch's, and if it is in
-    a collective.
+    """Return a thread's innermost frame, those around it that are not torch's, and if it is in a
+    collective.
     """
     # Python 3.11 may collect garbage within one look at another thread's frames, and let that
     # thread run meanwhile. Then the look reads and writes freed memory, or all stand still.

@@ -96,7 +96,7 @@ class DeepSeekV3Args(ExpertArgs):
 
     @property
     def head_dim(self) -> int:
-        """The width of the rotated part of a head."""
+        """The rotated width of a head."""
         return self.qk_rope_head_dim
 
     is_latent = True
@@ -104,7 +104,6 @@ class DeepSeekV3Args(ExpertArgs):
 
     @property
     def qk_head_dim(self) -> int:
-        """The width of a head's query and key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
@@ -119,7 +118,6 @@ class DeepSeekV3Args(ExpertArgs):
 
     @property
     def best_of_groups(self) -> int | None:
-        """`group_best`; None: there are no groups."""
         return self.group_best if self.n_groups > 1 else None
 
     @property
@@ -317,9 +315,9 @@ def hf_names(args: DeepSeekV3Args) -> dict[str, Any]:
 
 
 def hf_config(args: DeepSeekV3Args) -> dict[str, Any]:
-    """Return the content of config.json, without the z-loss, which `transformers` lacks.
+    """Return config.json, without the z-loss, which `transformers` lacks.
 
-    Raises ValueError for a router or epsilons of norms that it does not have.
+    Raises ValueError for a router or epsilons of norms that it lacks.
     """
     if args.latent_norm_eps != LATENT_NORM_EPS:
         raise ValueError(
@@ -389,7 +387,7 @@ _REASON = "it predicts further tokens (multi-token prediction), which is not tra
 
 
 def left_out(names: Collection[str]) -> dict[str, str]:
-    """Return the tensors of blocks that predict further tokens → why they are left out."""
+    """Return tensors of blocks that predict further tokens → why they are left out."""
     blocks = set()
     for name in names:
         match = _FURTHER.fullmatch(name)

@@ -51,7 +51,6 @@ def argument(
 
 @functools.cache
 def _told(cls: type, name: str) -> Mapping[str, Any]:
-    """Return the declaration of an argument in a class or its bases."""
     found: dict[str, Any] = {"of_training": name == LENGTH, "decides": name}
     for base in reversed(cls.__mro__):
         declared = vars(base).get("__dataclass_fields__", {}).get(name)

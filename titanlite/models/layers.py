@@ -57,7 +57,10 @@ class SdpaAttention(nn.Module):
         return document_mask(doc_ids)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask | None) -> Tensor:
-        """Attend: q [batch, heads, seq, head_dim], k and v [batch, kv_heads, seq, head_dim]."""
+        """Return attention: q's shape.
+
+        q: [batch, heads, seq, head_dim], k and v: [batch, kv_heads, seq, head_dim].
+        """
         if mask is not None:
             return mask.attend(q, k, v, self.window)
         if self.window is None or self.window >= q.size(2):
@@ -104,7 +107,7 @@ class Attention(nn.Module):
         return self.wo(y.transpose(1, 2).flatten(2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask | None) -> Tensor:
-        """Return attention; shapes as for `SdpaAttention`."""
+        """Shapes as for `SdpaAttention`."""
         return self.inner_attention(q, k, v, mask)
 
 

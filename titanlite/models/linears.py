@@ -27,7 +27,7 @@ class LinearKind:
 
     @property
     def weights(self) -> int:
-        """Numbers in all their weights, on one rank."""
+        """Numbers in all their weights on one rank."""
         return self.size.in_features * self.size.out_features * len(self.names)
 
 

@@ -54,8 +54,8 @@ class AttentionKind(NamedTuple):
 class LlamaArgs:
     """A decoder's shape and arithmetic, and a few numbers of training.
 
-    A field's metadata tells what else must know of it: `titanlite.models.fields`. Other attributes
-    are fixed for a family, unless a subclass changes them or makes them fields.
+    A field's metadata tells its rules: `titanlite.models.fields`. Attributes without a field are
+    fixed for a family.
     """
 
     dim: int
@@ -110,7 +110,6 @@ class LlamaArgs:
         return self
 
     def blocks(self) -> dict[str, Self]:
-        """Return name → arguments of each block, in order."""
         return {f"layers.{index}": self.of_block(index) for index in range(self.n_layers)}
 
     # The derived numbers are properties, so that replacing `dim` or `n_heads` can never leave a
@@ -136,7 +135,7 @@ class LlamaArgs:
         return AttentionKind(self.window, self.rotary)
 
     def rotaries(self) -> list[Rotary | None]:
-        """Return the different rotary tables, in the order of the blocks."""
+        """The different rotary tables, in the order of blocks."""
         return list(dict.fromkeys(block.rotary for block in self.blocks().values()))
 
     #: q and k pass through an RMSNorm before the rotation: each head by itself, or all heads of a
@@ -161,7 +160,6 @@ class LlamaArgs:
 
     @property
     def embedding_scale(self) -> float:
-        """A factor for embeddings before the first block."""
         return 1.0
 
     @property
@@ -202,7 +200,7 @@ class LlamaArgs:
     # The parameters and FLOPs of a block: of `of_block`
 
     def attention_linears(self) -> dict[str, Size]:
-        """Return name in a block → size of attention's linears, in order."""
+        """Return name in a block → size, in order."""
         heads = self.n_heads * self.head_dim
         groups = self.kv_heads * self.head_dim
         return {
@@ -213,7 +211,7 @@ class LlamaArgs:
         }
 
     def attention_extras(self) -> dict[str, int]:
-        """Return name in a block → length of attention's norms and biases."""
+        """Return name in a block → length of norms and biases."""
         if not self.qk_norm:
             return {}
         heads = self.n_heads if self.qk_norm_whole else 1
@@ -237,7 +235,7 @@ class LlamaArgs:
         return dict.fromkeys(NORM_NAMES[self.norm_placement], self.dim)
 
     def feed_forward_linears(self) -> dict[str, Size]:
-        """Return name in a block → size of the feed-forward's linears, in order."""
+        """Return name in a block → size, in order."""
         return {
             "feed_forward.w1": Size(self.dim, self.ffn_width),
             "feed_forward.w2": Size(self.ffn_width, self.dim),
@@ -245,7 +243,7 @@ class LlamaArgs:
         }
 
     def feed_forward_extras(self) -> dict[str, Size]:
-        """Return name in a block → size of the feed-forward's other parameters.
+        """Return name in a block → size of other parameters.
 
         A vector has one input; of a stack it is the size of each matrix.
         """
@@ -338,7 +336,7 @@ def sublayer_names(args: LlamaArgs) -> list[str]:
 
 
 def fsdp_units(args: LlamaArgs) -> list[tuple[str, ...]]:
-    """Return the modules to be sharded and gathered together, in the order they last run.
+    """Return the modules to shard and gather together, in the order they last run.
 
     The final norm travels with the head. Modules that share a weight are one unit.
     """
@@ -409,8 +407,7 @@ def decoder_spec(
 ) -> ModelSpec:
     """Return the spec of a family of decoders.
 
-    hf: None: Llama's. block_plan: tensor parallelism of a block's modules. different: fields of
-    `ModelSpec` that differ from Llama's.
+    hf: None: Llama's. block_plan: a block's tensor parallelism. different: fields unlike Llama's.
     """
     if hf is not None:
         own = {"hf_names": hf.hf_names, "hf_config": hf.hf_config, "args_from_hf": hf.args_from_hf}

@@ -146,6 +146,7 @@ class HFTable:
 
 
 def _check_form(args: Any) -> None:
+    """Raise ValueError for what `transformers` lacks."""
     if args.norm_kind != "rmsnorm":
         raise ValueError(
             f"Hugging Face's Llama has RMSNorm only; this model has norm_type = {args.norm_type!r}"

@@ -97,7 +97,7 @@ class Rope(nn.Module):
 
     @torch.no_grad()
     def init_buffers(self) -> None:
-        """Fill the tables on their device; on the meta device nothing happens."""
+        """Fill the tables, unless they are on the meta device."""
         if self.cos.is_meta:
             return
         cos, sin = self._tables()
@@ -105,7 +105,7 @@ class Rope(nn.Module):
         self.sin.copy_(sin)
 
     def _tables(self) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines on the CPU, as many rows as the tables have."""
+        """Return cosines and sines on the CPU."""
         # Always on the CPU, so that all devices rotate by the same angles. And in fp32 like the
         # reference implementations, since published weights were trained with these roundings.
         with torch.device("cpu"):

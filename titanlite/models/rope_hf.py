@@ -46,7 +46,7 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_scaling(config: Mapping[str, Any]) -> Scaling | None:
-    """Return the scaling of a config.json, if any; entries that `transformers` ignores are ignored.
+    """Return the scaling of a config.json, ignoring what `transformers` ignores.
 
     Raises ValueError for an unknown scaling.
     """
@@ -83,7 +83,7 @@ def _table_of(
 
 
 def _original(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
-    """Return the length before scaling, from where `transformers` reads it."""
+    """Return the length before scaling, as `transformers` reads it."""
     for place in (config, rope):
         if place.get(_ORIGINAL) is not None:
             return int(entry_of(place, _ORIGINAL, int))

@@ -64,7 +64,6 @@ class Scaling:
         return cls(**given)
 
     def as_table(self) -> dict[str, Any]:
-        """Return the table that `parse` reads."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @property
@@ -177,11 +176,11 @@ class YarnScaling(Scaling):
 
     @property
     def mscale_of_all(self) -> float:
-        """A factor of whole queries and keys, rotated or not, with `mscale_all_dim`; else 1."""
+        """A factor of whole queries and keys with `mscale_all_dim`; else 1."""
         return self._by_length(self.mscale_all_dim) if self.mscale_all_dim else 1.0
 
     def _by_length(self, mscale: float) -> float:
-        """Return the rule of the paper, section 3.4."""
+        """The rule of the paper, section 3.4."""
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
     @property

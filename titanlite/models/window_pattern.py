@@ -34,7 +34,7 @@ class PatternArgs(LlamaArgs):
         return self.rope_theta
 
     def is_full(self, index: int) -> bool:
-        """Return whether block `index` has no window."""
+        """Whether block `index` has no window."""
         return (index + 1) % self.full_every == 0
 
     def of_block(self, index: int) -> Self:
@@ -65,10 +65,10 @@ def full_every(config: Mapping[str, Any], default: int) -> int:
 
 
 def one_rope(config: Mapping[str, Any], theta: float, local_theta: float) -> dict[str, Any]:
-    """Return a config.json with the rotary positions of layers without a window alone.
+    """Return a config.json with the rotary positions of layers without a window.
 
-    theta, local_theta: defaults; the latter is for windows. Raises ValueError for layers with a
-    window that scale RoPE.
+    theta, local_theta: defaults; the latter is for windows. Raises ValueError for windows that
+    scale RoPE.
     """
     tables: dict[str, Any] = entry_of(config, "rope_parameters", dict, {})
     if tables and not {*tables} <= {FULL, WINDOW}:

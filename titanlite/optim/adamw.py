@@ -105,8 +105,8 @@ def block_of(shape: torch.Size) -> int:
 def _levels(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the 256 values of a code, rising, and the 255 borders between them.
 
-    They are torchao's `create_dynamic_map`, whose import takes seconds: seven decades, each in
-    twice the steps of that below.
+    They are torchao's, whose import takes seconds: seven decades, each in twice the steps of that
+    below.
     """
     values = torch.tensor([0.0, 1.0])
     for decade in range(7):
@@ -120,9 +120,8 @@ def _levels(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Ten
 class AdamW8bit(AnyPrecisionAdamW):
     """AdamW whose moments are codes of 8 bits with one float32 scale for each block of a row.
 
-    After Dettmers et al., 2021, arXiv:2110.02861, in torchao's number format. A block is a piece of
-    one row, not of a rank's flat shard: moments have the sharding of the weights, and checkpoints
-    load on any mesh that cuts no block.
+    After Dettmers et al., 2021, arXiv:2110.02861, in torchao's number format. Moments are sharded
+    as the weights, not flat, and checkpoints load on any mesh that cuts no block.
     """
 
     def __init__(self, parameters: Any, **options: Any) -> None:

@@ -35,7 +35,7 @@ def _of_class(
 ) -> torch.optim.Optimizer:
     """Return an optimizer of a class that knows nothing of titanlite; its arrays become tuples.
 
-    Raises ConfigError where it refuses its arguments, or lacks an option that a group sets.
+    Raises ConfigError where it refuses its arguments, or lacks a group's option.
     """
     args = dict(settings.args)
     for name, value in args.items():

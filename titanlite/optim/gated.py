@@ -14,8 +14,8 @@ from titanlite.dist.local_parts import local
 class GatedOptimizer(torch.optim.Optimizer):
     """Subclasses change the parameters of a group in `update`, and write every change with `store`.
 
-    The state is sharded as the parameters (DTensor), so checkpoints load on any mesh. Updates work
-    on local parts.
+    The state is sharded as the parameters, so checkpoints load on any mesh. Updates work on local
+    parts.
     """
 
     #: torch's protocol for gradient scalers: `step` does nothing where the tensor `found_inf` is
@@ -56,7 +56,7 @@ class GatedOptimizer(torch.optim.Optimizer):
             )
 
     def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return this rank's part of a parameter's gradient in float32."""
+        """Return this rank's part of a gradient in float32."""
         assert parameter.grad is not None
         gradient, scale = local(parameter.grad).float(), getattr(self, "grad_scale", None)
         return gradient if scale is None else gradient / scale
@@ -79,7 +79,7 @@ class GatedOptimizer(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Return the local part of a state tensor shaped as the parameter, of zeros at first.
 
-        columns: of its last dimension, instead of the parameter's; each rank has its share of them.
+        columns: of its last dimension, instead of the parameter's; each rank has its share.
         """
         state = self.state[parameter]
         if name not in state:

@@ -37,8 +37,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_n
 def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the Euclidean norm of all tensors (0-dim float32), which must be on one device.
 
-    torch sums the squares of a whole CPU tensor in one chain of float32: at 2^28 elements 2 to 4 %
-    are missing. So CPU tensors are summed in chunks.
+    torch sums a whole CPU tensor in one chain of float32, which loses 2 to 4 % at 2^28 elements. So
+    CPU tensors are summed in chunks.
     """
     pieces: list[torch.Tensor] = []
     for tensor in tensors:
@@ -52,8 +52,7 @@ def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 def square_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> torch.Tensor:
     """Return this rank's share of the squared norm of all gradients (0-dim float32 on `device`).
 
-    The shares of all ranks add up to it. A part that several ranks hold counts as a fraction on
-    each.
+    The shares of all ranks add up. A part that several ranks hold counts as a fraction on each.
     """
     by_copies: dict[int, list[nn.Parameter]] = {}
     for parameter in parameters:

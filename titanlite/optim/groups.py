@@ -36,8 +36,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Divide parameters into the groups of `[[optimizer.groups]]`, and one group of all others.
 
-    The first pattern that is found in a name decides. scales: divide them further. Groups without
-    parameters on this rank are left out.
+    The first pattern found in a name decides; `scales` divide further. Groups without parameters on
+    this rank are left out.
     """
     found: dict[_Kind, list[nn.Parameter]] = {}
     for name, parameter in parameters.items():

@@ -15,8 +15,8 @@ from titanlite.optim.optimizer import set_rates
 class StepInBackward:
     """Steps `optimizer` inside of `at(lr)`: each parameter as soon as its gradient is reduced.
 
-    The gradient is freed at once, so gradients of one FSDP group exist at a time. In return there
-    is no clipping by the global norm and no accumulation, and the guard sees a bad step after it.
+    Gradients are freed at once, so those of one FSDP group exist at a time. In return there is no
+    clipping by the global norm and no accumulation, and the guard sees a bad step after it.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

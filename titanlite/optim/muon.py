@@ -43,9 +43,8 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
 class Muon(AnyPrecisionAdamW):
     """Muon for groups with `muon = True`, AdamW in float32 for the others.
 
-    Parameters of such groups are [m, n], or k matrices [k, m, n]. Each matrix of a mesh is made
-    orthogonal on one of its ranks. An all-to-all brings its rows together, and a second one takes
-    them back.
+    Parameters of such groups are matrices [m, n] or [k, m, n]. One rank of those that share a
+    matrix makes it orthogonal, between two all-to-alls of its rows.
     """
 
     def __init__(self, parameters: Any, *, momentum: float = 0.95, **options: Any) -> None:
@@ -86,8 +85,8 @@ class Muon(AnyPrecisionAdamW):
 
 
 def _at_once(parameter: torch.nn.Parameter) -> int:
-    """Return how many matrices are worked on at a time: as many as ranks, so that none holds more
-    than one whole.
+    """Return how many matrices are worked on at a time, so that no rank holds more than one
+    whole.
     """
     if not isinstance(parameter, DTensor):
         return 1
@@ -103,7 +102,6 @@ def _is_strided(placements: Sequence[Placement]) -> bool:
 
 
 def _orthogonal(directions: list[torch.Tensor], like: torch.nn.Parameter) -> list[torch.Tensor]:
-    """Return local parts of matrices sharded as `like`, with whole matrices made orthogonal."""
     stack = torch.stack(directions).bfloat16()
     if not isinstance(like, DTensor):
         return list(orthogonalize(stack).unbind())

@@ -41,9 +41,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer of section `[optimizer]`; `gated_step` sets its rates at every step.
 
-    parameters: all of a model, by name. blocks: names of the model's blocks, whose matrices Muon
-    takes. scales: of rates and epsilons, for a built-in optimizer. Without groups all parameters
-    have one weight decay, norms included, as in Llama 2's and torchtitan's training.
+    parameters: all of a model, by name. blocks: their names; Muon takes their matrices. scales: of
+    rates and epsilons, for a built-in optimizer. Without groups all parameters have one weight
+    decay, norms included, as in Llama 2's and torchtitan's training.
 
     Raises TypeError for an object that is no optimizer, and ConfigError for a class that refuses
     its arguments.
@@ -103,8 +103,8 @@ def set_rates(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `gated_step` can divide this optimizer's gradients, which saves a pass over
-    them.
+    """Return whether `gated_step` can divide this optimizer's gradients: it saves a pass
+    over them.
     """
     return isinstance(optimizer, Adam) and _selects(optimizer)
 
@@ -134,9 +134,8 @@ def gated_step(
     """Take one optimizer step if the flag `ok` (0-dim bool) is set, else change nothing.
 
     A parameter group with `lr_scale` steps at `lr * lr_scale`. torch's fused kernels select on the
-    device by `found_inf`, the protocol of gradient scalers; for others the host reads the flag.
-    divisor: of all gradients (0-dim float32), for an optimizer that `divides_gradients`. Both are
-    on the weights' device.
+    device by `found_inf`; for others the host reads the flag. divisor: of all gradients (0-dim
+    float32), for an optimizer that `divides_gradients`. Both are on the weights' device.
     """
     set_rates(optimizer, lr)
     if _selects(optimizer):

@@ -119,10 +119,9 @@ def learning_rate(schedule: Schedule, peak: float, step: int, size: int = 1) -> 
 class LearningRate:
     """`rate(step)` is the learning rate of a step, counted from 1.
 
-    peak: the rate that factors of the schedule scale. began, began_tokens: steps and tokens done
-    when the schedule began. phases: first step and factor of each `[[data.phase]]`, in order.
-    peaks: first step and peak of those that have one. course: tokens of the steps, for a schedule
-    that counts them.
+    peak: the rate that the schedule scales. began, began_tokens: steps and tokens done before it.
+    phases: first step and factor of each `[[data.phase]]`, in order. peaks: first step and peak of
+    those that have one. course: tokens of the steps, for a schedule that counts them.
     """
 
     schedule: Schedule

@@ -17,8 +17,8 @@ class LossWindow:
     """The last `size` losses of good steps, on the device, and the limit for the next one.
 
     The limit is mean + sigmas * s, s the sample standard deviation but at least a thousandth of the
-    mean. It applies when half the window is filled, and at least twenty losses (of a shorter window
-    all). After OLMo-core's SkipStepOptimizer. A loss over the limit does not enter the window.
+    mean. It applies when half the window is filled, with at least twenty losses (of a shorter
+    window all). A loss over it does not enter. After OLMo-core's SkipStepOptimizer.
     """
 
     def __init__(self, size: int, sigmas: float, device: torch.device) -> None:

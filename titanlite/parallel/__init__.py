@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def needs_torch(version: str, what: str) -> None:
-    """Raise ParallelismError where torch is older than `version`. what: needs it."""
+    """Raise ParallelismError where torch is older than `version`, which `what` needs."""
     import torch
 
     if torch.__version__ < version:
@@ -24,9 +24,8 @@ def needs_torch(version: str, what: str) -> None:
 
 
 def offered(spec: ModelSpec, field: str) -> Callable[..., Any]:
-    """Return a function of a model's spec, by its field.
-
-    Raises ParallelismError if the model does not offer it.
+    """Return a function of a model's spec, by its field. Raises ParallelismError if there is
+    none.
     """
     found = getattr(spec, field)
     if found is None:

@@ -91,8 +91,7 @@ class OpPolicy:
     """The per-op policy of one pass through a block: attention and every second product, the first
     included.
 
-    narrow: width of adapters, whose cheap products are repeated and do not count; 0: there are
-    none.
+    narrow: width of adapters (0: none), whose cheap products are repeated and do not count.
     """
 
     def __init__(self, narrow: int = 0) -> None:
@@ -153,7 +152,7 @@ def apply_ac(
 
 
 def recomputed_blocks(names: Sequence[str], settings: ActivationCheckpoint) -> list[str]:
-    """Return the blocks that recompute: all, every Nth (the Nth, the 2Nth, …), or none of them."""
+    """Return the blocks that recompute: all, every Nth (the Nth, the 2Nth, …), or none."""
     if settings.mode in ("none", "budget"):
         return []
     if settings.mode == "full" or settings.by_op:
@@ -190,9 +189,7 @@ _KNOWN = ("torch", "torchao", "titanlite", "builtins")
 
 
 def _draws(module: nn.Module) -> bool:
-    """Whether a module may draw random numbers: as a dropout layer, by a rate that it hands to a
-    function, or in code of others.
-    """
+    """Whether a module may draw random numbers, also by code of others."""
     if isinstance(module, _DropoutNd) and module.p > 0:
         return True
     for name, value in vars(module).items():

@@ -47,10 +47,10 @@ class CompileError(RuntimeError):
 def prepare_compile(
     backend: str, device_type: str | None = None, cache_dir: str | None = None
 ) -> None:
-    """Check that the backend can work on this machine, and set the folder of compiled code.
+    """Check that the backend can work on this machine; see `use_cache_folder`. Raises
+    ParallelismError.
 
-    device_type: by default "cuda" where this machine has it. cache_dir: see `use_cache_folder`.
-    Raises ParallelismError.
+    device_type: by default "cuda" where this machine has it.
     """
     check_backend(backend, device_type)
     if backend == "inductor":
@@ -100,13 +100,11 @@ def _missing_tool(cuda: bool) -> str | None:
 
 
 def use_cache_folder(cache_dir: str | None) -> str:
-    """Choose the folder of this process's compiled code before anything is compiled; return it.
+    """Choose the folder of compiled code before anything is compiled; return it.
 
-    None: that of the environment variable TORCHINDUCTOR_CACHE_DIR, else `titanlite/inductor` in the
-    user's cache folder, which survives a restart. Where that cannot be written, torch's default
-    below /tmp stays.
-
-    Raises ParallelismError when a named folder cannot be written to.
+    None: TORCHINDUCTOR_CACHE_DIR of the environment, else `titanlite/inductor` in the user's cache
+    folder, which survives a restart. Where that cannot be written, torch's default below /tmp
+    stays. Raises ParallelismError when a named folder cannot be written to.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -132,11 +130,11 @@ def use_cache_folder(cache_dir: str | None) -> str:
 
 
 def separate_cache(mesh: DeviceMesh, device: torch.device) -> None:
-    """Let this rank find only cached graphs of ranks with the same shards and the same device.
+    """Let this rank find only cached graphs of ranks with the same shards and device.
 
     torch 2.13 names a graph of DTensors by mesh and global shapes alone (pytorch issue 188390).
-    After a restart a tensor-parallel rank would run another's graph, and its loss would be wrong
-    without an error.
+    After a restart a tensor-parallel rank would run another's graph, with a wrong loss and no
+    error.
     """
     tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
     if mesh["tp"].size() > 1:
@@ -195,7 +193,7 @@ def _with_name(name: str, compiled: Any) -> Any:
 
 
 class CompileWatch:
-    """Logs what is compiled and for how long, and after the warm-up what is compiled *again*.
+    """Logs what is compiled and for how long, and what is compiled *again* after the warm-up.
 
     The warm-up is the first step and the first validation, which needs graphs without gradients.
     """
@@ -217,7 +215,7 @@ class CompileWatch:
     def after(self, step: int, phase: str) -> None:
         """Warn of recompilations; call it after every step and every validation.
 
-        phase: "training", "validation", or another for steps of another size: each needs its own
+        phase: "training", "validation", or another for steps of another size, which need their own
         graphs.
         """
         entries = []

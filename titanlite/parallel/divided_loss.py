@@ -22,16 +22,16 @@ from titanlite.regularized_loss import Objective
 def divided_cross_entropy(logits: DTensor, labels: Tensor, objective: Objective) -> Tensor:
     """Return the float32 sum over valid tokens of -log p(label), with the gradient of `objective`.
 
-    logits: [..., vocab], on a one-dimensional mesh whose ranks hold equal parts of the vocabulary.
-    labels: [...] int64 of the whole vocabulary or `IGNORE`, the same on every rank. Every rank of
-    the mesh calls it.
+    logits: [..., vocab], in equal parts of the vocabulary on a one-dimensional mesh. labels: [...]
+    int64 of the whole vocabulary or `IGNORE`, the same on every rank. Every rank of the mesh calls
+    it.
     """
     loss: Tensor = _DividedCrossEntropy.apply(logits, labels, objective)
     return loss
 
 
 class _DividedCrossEntropy(torch.autograd.Function):
-    """Keeps the exponentials of the shifted logits in float32; its backward turns them into the
+    """Keeps the exponentials of the shifted logits in float32, of which its backward makes the
     gradient.
     """
 
@@ -81,8 +81,6 @@ class _DividedCrossEntropy(torch.autograd.Function):
 
 
 class _Layout:
-    """What a DTensor's gradient shares with it."""
-
     def __init__(self, tensor: DTensor) -> None:
         self.mesh, self.placements = tensor.device_mesh, tensor.placements
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype

@@ -23,8 +23,8 @@ class FeatureLinear:
     def tensor_style(self, kind: str, output: Placement, mesh: DeviceMesh) -> ParallelStyle | None:
         """Return how tensor parallelism divides it; None: as any other linear.
 
-        kind: as in a plan of `titanlite.parallel.tensor.apply_tp`. output: the placement of the
-        result, where the kind leaves it open.
+        kind: as in a plan of `apply_tp`. output: the placement of the result, where the kind leaves
+        it open.
         """
         return None
 
@@ -32,7 +32,7 @@ class FeatureLinear:
         """Return a function (x, linear) → x that shrinks an input before `mesh` gathers it, or
         None.
 
-        Linears with the same input must have the same function.
+        Linears with the same input must have the same one.
         """
         return None
 

@@ -115,10 +115,10 @@ def _sum_gradients(model: nn.Module) -> None:
 
 
 def _stack_placement(dp_mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
-    """Return a `shard_placement_fn` that cuts stacks of matrices inside each matrix where ranks
-    cannot share the stack evenly.
+    """Return a `shard_placement_fn` that cuts inside of matrices where a stack has too few for the
+    ranks.
 
-    Of 8 experts on 16 ranks torch would give each to one rank, and nothing to the others.
+    torch would give each of 8 experts to one of 16 ranks, and nothing to the others.
     """
     # torch 2.11 and 2.12 refuse `size(-1)` of a mesh that was flattened.
     ranks = dp_mesh.mesh.size(-1)
@@ -137,8 +137,8 @@ def _stack_placement(dp_mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | No
 
 
 def offloads(cpu_offload: bool, device_type: str) -> bool:
-    """Whether parameters, gradients and optimizer state are kept in host memory: on a CPU they are
-    already.
+    """Whether parameters, gradients and optimizer state move to host memory: on a CPU they are
+    there already.
     """
     return cpu_offload and device_type != "cpu"
 
@@ -146,7 +146,7 @@ def offloads(cpu_offload: bool, device_type: str) -> bool:
 def _set_prefetch(model: nn.Module, groups: Sequence[Sequence[nn.Module]], ahead: int) -> None:
     """Let each group start the all-gathers of the `ahead` groups after it before it computes.
 
-    groups: in the order they last run; backward takes them from the end.
+    groups: in the order they last run, which backward reverses.
     """
     position = {module: index for index, module in enumerate(model.modules())}
 
@@ -164,10 +164,9 @@ def _set_prefetch(model: nn.Module, groups: Sequence[Sequence[nn.Module]], ahead
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free gathered weights, so that the model's parameters are the sharded ones.
+    """Free gathered weights, which an optimizer or `full_tensor` must not take.
 
-    A forward pass without a backward leaves others, which an optimizer or `full_tensor` must not
-    take.
+    A forward pass without a backward leaves some.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -23,10 +23,10 @@ FSDPGroup = tuple[str, ...]
 def choose_groups(
     model: nn.Module, policy: str | Sequence[str], blocks: Sequence[FSDPGroup]
 ) -> list[FSDPGroup]:
-    """Return the FSDP groups of a policy. Call it before modules are wrapped: it goes by classes.
+    """Return the FSDP groups of a policy: "block" (`blocks`), "root" (the whole model), or names of
+    classes.
 
-    policy: "block" (`blocks`, which the model proposes), "root" (the whole model), or names of
-    classes. Raises ParallelismError.
+    Call it before modules are wrapped. Raises ParallelismError.
     """
     if not isinstance(policy, str):
         return groups_by_class(model, policy)
@@ -66,7 +66,6 @@ def _can_be_group(path: str, module: nn.Module) -> bool:
 
 
 def _post_order(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield path and module, every module once and after its children."""
     seen: set[nn.Module] = set()
 
     def walk(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -81,11 +80,10 @@ def _post_order(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _in_order(model: nn.Module, groups: Sequence[FSDPGroup]) -> list[FSDPGroup]:
-    """Return the groups in the order they last run, without those that share a parameter with
-    modules outside.
+    """Return the groups in the order they last run.
 
-    A parameter can belong to one group only, so modules that share it stay in the group around them
-    or in the root.
+    Groups that share a parameter with modules outside are left out, since a parameter can belong to
+    one group only.
     """
     owners: dict[nn.Parameter, list[str]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))

@@ -17,8 +17,8 @@ class HostMemory:
     """Page-locked memory beside a CUDA device, with its own stream: copies run beside the
     computation.
 
-    A fetch also starts to copy back the tensor sent before, which a backward needs next. Device
-    memory on both ends belongs to the computation's stream, which waits for the other one. With
+    A fetch also starts the copy back of the tensor sent before, which a backward needs next. Device
+    memory belongs to the computation's stream, which waits for the copies. With
     `Tensor.record_stream` the allocator would take new memory as far as the host runs ahead.
     """
 
@@ -36,8 +36,8 @@ class HostMemory:
         return offloaded
 
     def let_go(self, most: int) -> None:
-        """Hold at most `most` tensors for their copy to the host; later computation waits for the
-        copies.
+        """Hold at most `most` tensors for their copy to the host, for which later computation
+        waits.
         """
         current = torch.cuda.current_stream(self.device)
         while len(self._leaving) > most:
@@ -61,7 +61,6 @@ class OffloadedTensor:
             self.held.copy_(tensor, non_blocking=True)
 
     def begin(self) -> None:
-        """Start the copy back, if it is neither under way nor done."""
         if self._copy is not None or (self._given is not None and self._given() is not None):
             return
         stream, device = self.host.stream, self.host.device

@@ -32,8 +32,8 @@ PIECE = 32 * 1024
 def seed_generators(seed: int, mesh: DeviceMesh) -> None:
     """Seed torch's own generators on this rank, for dropout and the like.
 
-    Ranks that share each product (`tp`) draw the same numbers, as DTensor's random operators
-    require; all others draw other numbers.
+    Ranks that share each product (`tp`) draw the same numbers, as DTensor requires; all others draw
+    other ones.
     """
     place = 0
     for name in mesh.mesh_dim_names or ():
@@ -79,7 +79,7 @@ def fill(  # noqa: PLR0913
 ) -> None:
     """Fill `local`, the part of a parameter of global `shape` that starts at `offset`, in place.
 
-    device: where to draw the values, if not where `local` is.
+    device: where to draw the values, if not there.
     """
     if local.numel() == 0:
         return
@@ -112,8 +112,8 @@ def init_weights(
 ) -> None:
     """Give every parameter of `model` (plain or DTensor, already on its device) its initial value.
 
-    rule: full parameter name → Init. device: where to draw, if not where parameters are, so that
-    weights in host memory start as those on the device.
+    rule: full parameter name → Init. device: where to draw, so that weights in host memory start as
+    those on the device.
     """
     for name, parameter in model.named_parameters():
         fill_part(parameter, name, rule(name), seed, device)
@@ -125,7 +125,7 @@ def fill_part(
 ) -> None:
     """Fill this rank's part of a tensor (plain or DTensor) in place, by seed and name alone.
 
-    device: where to draw the values, if not where the tensor is.
+    device: where to draw the values, if not there.
     """
     shape = tuple(tensor.shape)
     if isinstance(tensor, DTensor):
@@ -165,8 +165,8 @@ def materialize(
     """Give a meta-device model memory and values. parameters_on: where parameters live, if not on
     `device`.
 
-    All are NaN first, integers a number that no model has. Raises RuntimeError for a parameter or
-    buffer that `initialize` leaves so.
+    All are NaN first, or an integer that no model has. Raises RuntimeError for a tensor that
+    `initialize` leaves so.
     """
     model.to_empty(device=parameters_on or device)
     for tensor in [*model.parameters(), *model.buffers()]:

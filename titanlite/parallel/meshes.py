@@ -6,10 +6,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the ranks over which each weight is sharded: [shard], or with replicas [replicate,
-    shard].
+    """Return the ranks that shard each weight: [shard], or with replicas [replicate, shard].
 
-    Ranks that share a sequence hold the same weights, so weights are sharded over them as well.
+    They include ranks that share a sequence, since these hold the same weights.
     """
     replicas = mesh["dp_replicate"].size() > 1
     if mesh["cp"].size() == 1:

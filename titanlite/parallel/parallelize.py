@@ -53,8 +53,6 @@ class ModelBuilder:
     def build(self, seed: int) -> nn.Module:
         """Build the sharded model on the device with its initial weights. No rank ever holds a full
         copy.
-
-        Of a pipeline it is this rank's stages (`PipelineModel`).
         """
         model = self.build_on_meta()
 
@@ -78,7 +76,7 @@ class ModelBuilder:
         return model
 
     def build_on_meta(self) -> nn.Module:
-        """Build the model as `build` does, sharded, but on the meta device: it has no memory."""
+        """Build the model as `build` does, but on the meta device."""
         # Groups of the whole model, so that they do not depend on where it is cut.
         groups: Sequence[FSDPGroup] = self.spec.fsdp_groups(self.args)
         policy = self.run.training.fsdp_units
@@ -96,7 +94,6 @@ class ModelBuilder:
         return self.spec.build_on_meta(self.args)
 
     def parallelize(self, model: nn.Module, groups: Sequence[FSDPGroup]) -> nn.Module:
-        """Divide and wrap a model or pipeline stage on the meta device, in place."""
         features = self.run.features.on
         self._set_dtype(model)
         # Other modules in the place of some: float8, adapters, a head that computes the loss.
@@ -154,7 +151,6 @@ class ModelBuilder:
             apply_compile(modules, self.run.compile.backend, self.compile_options)
 
     def _separate_cache(self) -> None:
-        """Keep graphs of tensor-parallel ranks apart, also those that code of the user compiles."""
         if self.run.training.compile or self.tp > 1:
             from titanlite.parallel.compile import separate_cache
 
@@ -200,7 +196,7 @@ class ModelBuilder:
 
     @property
     def linears(self) -> Linears:
-        """Those of the whole model. Raises ParallelismError for a model that names none."""
+        """Raises ParallelismError for a model that names none."""
         from titanlite.models.linears import linears_of
 
         offered(self.spec, "linears")
@@ -211,7 +207,6 @@ class ModelBuilder:
 
     @property
     def compiled_names(self) -> list[str]:
-        """The modules of the whole model that `torch.compile` makes one graph each."""
         if not self.compiles("model"):
             return []
         field = "sublayer_names" if compiles_halves(self.run) else "block_names"
@@ -219,8 +214,8 @@ class ModelBuilder:
         return names
 
     def compiled_modules(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Return those of `compiled_names` that are here, without modules that send rows to other
-        ranks: the host reads how many.
+        """Return those of `compiled_names` that are here, without those that send rows: the host
+        reads how many.
         """
         from titanlite.parallel.activation_checkpoint import exchange_of
 
@@ -239,7 +234,6 @@ class ModelBuilder:
 
     @property
     def param_dtype(self) -> torch.dtype:
-        """Of gathered weights and of activations."""
         return DTYPES[self.run.training.mixed_precision_param]
 
 

@@ -202,8 +202,8 @@ def _gathering(cls: type[nn.Module], cast: _Cast | None, linear: str) -> type[nn
     """Return a subclass that gathers its first argument. cast: called before, with the linear of
     that name.
 
-    A class, so that `torch.compile` of the module has the all-gather in its graph. A hook is
-    compiled apart, and an all-reduce of the gradient replaces the reduce-scatter.
+    With a hook, which `torch.compile` compiles apart, an all-reduce of the gradient would replace
+    the reduce-scatter.
     """
 
     class Gathering(cls):  # type: ignore[valid-type,misc]
@@ -220,7 +220,7 @@ def _gathering(cls: type[nn.Module], cast: _Cast | None, linear: str) -> type[nn
 
 
 def _share_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Each rank's heads give a part of the gradient, and the parts are added up."""
+    """Parts of the gradient, from each rank's heads, are added up."""
     x, *others = args
     whole = x.redistribute(placements=[Replicate()])
     return (whole.to_local(grad_placements=[Partial()]), *others)
@@ -255,7 +255,7 @@ def shared_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def tie(model: nn.Module, first: str, name: str) -> None:
-    """Make parameter `name` be parameter `first` again, where each module has a divided one of its
+    """Make parameter `name` be parameter `first` again: each module has got a divided one of its
     own.
     """
     source = model.get_parameter(first)
@@ -270,12 +270,12 @@ def tie(model: nn.Module, first: str, name: str) -> None:
 
 
 def tensor_loss(loss: LossFunction) -> LossFunction:
-    """Return `loss` for logits [batch, seq, vocab] that are a DTensor, divided by vocabulary or
-    whole.
+    """Return `loss` for logits [batch, seq, vocab] that are a DTensor; divided ones are never
+    gathered.
 
-    `divided_cross_entropy` computes `cross_entropy_sum` and results of `regularized` in place.
-    Others, also compiled, must be made of `cross_entropy`, for torch's `loss_parallel`. Divided
-    logits are never gathered. The result is a plain scalar, the same on every rank of the mesh.
+    `divided_cross_entropy` computes `cross_entropy_sum` and results of `regularized`. Others, also
+    compiled, must be made of `cross_entropy`, for torch's `loss_parallel`. The result is a plain
+    scalar, the same on every rank of the mesh.
     """
     objective = objective_of(loss)
 

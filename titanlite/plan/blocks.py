@@ -75,7 +75,6 @@ class Shape:
 
     @property
     def vocabulary(self) -> int:
-        """Entries of the vocabulary on this rank."""
         return self.args.n_vocab // self.tp
 
     def gradient(self, size: int) -> int:
@@ -83,7 +82,7 @@ class Shape:
         return size if self.products.trains else 0
 
     def input_of(self, x: str) -> tuple[str, ...]:
-        """Return what a product keeps of its input, for its weight's gradient."""
+        """Return what a product keeps for its weight's gradient."""
         return (x,) if self.products.trains else ()
 
     def linear(
@@ -94,9 +93,7 @@ class Shape:
         return self.products.op(product)
 
     def norm(self, name: str, x: str, rows: int, width: int) -> Op:
-        """`autograd.RMSNorm` in float32: keeps x and one number per row, `OffsetRMSNorm` its
-        factors.
-        """
+        """`autograd.RMSNorm`, in float32: keeps x and a number per row, `OffsetRMSNorm` factors."""
         numbers = rows * width
         factors = 4 * width if self.args.norm_offset else 0
         return Op(
@@ -131,7 +128,7 @@ class Shape:
         return Op(name, self.whole, reads=(x,), keeps=kept, forward=self.whole, backward=self.whole)
 
     def scatter(self, name: str, x: str, holds: tuple[str, ...]) -> Op:
-        """Reduce the ranks' products, put in order by rank, to each one's part of the sequence."""
+        """Reduce the ranks' products, in order by rank, to their parts of the sequence."""
         return Op(
             name,
             self.hidden,
@@ -144,7 +141,7 @@ class Shape:
 
 
 def block_ops(s: Shape) -> OpList:
-    """Return the operators of `titanlite.models.layers.Block.forward`; its input is "x"."""
+    """Return the operators of `titanlite.models.layers.Block.forward` on "x"."""
     ops = attention_ops(s)
     attention = ops[-1].name
     ops.append(Op("h", s.hidden, reads=("x", attention), passes=True))
@@ -212,7 +209,7 @@ def attention_ops(s: Shape) -> list[Op]:
 def embedding(s: Shape, waits: bool) -> ModuleMemory:
     """Return the memory of the embedding, which keeps only tokens.
 
-    waits: its gradient waits whole for the last micro-batch.
+    waits: its whole gradient waits for the last micro-batch.
     """
     table = s.gradient(s.vocabulary * s.args.dim * s.size)
     if s.tp == 1:

@@ -139,7 +139,7 @@ def update(step: StepSizes) -> float:
 
 
 def _orthogonal(step: StepSizes) -> float:
-    """Return the seconds in which Muon orthogonalises matrices, each on one rank of its sharers."""
+    """Return the seconds of Muon, each matrix on one of its ranks."""
     if step.run.optimizer.name != "Muon":
         return 0.0
     ranks = step.mesh.dp_replicate * step.mesh.weight_shards * step.mesh.tensor

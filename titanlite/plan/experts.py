@@ -30,7 +30,6 @@ class ExpertMemory(FeedForwardMemory):
 
     @property
     def held(self) -> int:
-        """The experts of a rank."""
         return self.args.n_experts // self.ranks
 
     def operators(self, shape: Shape, x: str) -> list[Op]:
@@ -114,7 +113,7 @@ class ExpertMemory(FeedForwardMemory):
         return ops
 
     def products(self, s: Shape, x: str) -> list[Op]:
-        """Return the operators of the experts' products: "e" of rows "x"."""
+        """Return the operators of products: "e" of rows "x"."""
         a = self.args
         rows = s.tokens * a.top_k
         numbers = rows * a.expert_width

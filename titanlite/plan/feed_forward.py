@@ -41,5 +41,5 @@ class FeedForwardMemory:
         return ops
 
     def weights(self, mesh: MeshSizes) -> Iterator[Weight]:
-        """Yield a rank's weights other than linears."""
+        """Yield weights other than linears."""
         return iter(())

@@ -18,7 +18,7 @@ from titanlite.plan.weights import Group, Weight
 
 
 class GroupEvents:
-    """Weights and gradients of a rank's groups."""
+    """Weights and gradients of a rank's groups; sizes are in bytes."""
 
     def __init__(self, sizes: RankSizes) -> None:
         self.sizes = sizes
@@ -40,8 +40,8 @@ class GroupEvents:
     ) -> Iterator[Event]:
         """Gather a group's weights.
 
-        given: bytes of what waits for it: the input in the forward, a gradient in the backward.
-        held: bytes of other buffers. has_begun: the buffers are filled.
+        given: bytes of what waits: an input in the forward, a gradient in the backward. held: of
+        other buffers. has_begun: buffers are filled.
         """
         first = group.modules[0]
         given_part = "activations" if phase == "forward" else "working memory"
@@ -74,7 +74,7 @@ class GroupEvents:
                 yield Free("gathered weights", (group, index))
 
     def divide(self, group: Group) -> Iterator[Event]:
-        """Keep a part of a group's weights after its forward, where few ranks divide them."""
+        """Keep a part of weights after the forward, where few ranks divide them."""
         among = self.run.training.reshard_after_forward
         if isinstance(among, int):
             self._divided.add(group)
@@ -82,15 +82,13 @@ class GroupEvents:
             yield Alloc("gathered weights", ("divided", group), whole // among)
 
     def buffer(self, group: Group) -> int:
-        """Return the bytes of a gather's buffers."""
         return sum(map(self._buffer, group.by_mesh))
 
     def last_buffer(self, group: Group) -> int:
-        """Return the bytes of the buffer that outlives a gather in the forward."""
+        """Return the bytes of the buffer that outlives a forward gather."""
         return self._buffer(group.by_mesh[-1]) if group.weights else 0
 
     def _buffer(self, weights: Sequence[Weight]) -> int:
-        """Return the bytes of one collective's buffer."""
         return self._whole(weights) if weights[0].shards > 1 else 0
 
     def _sent(self, weights: Sequence[Weight]) -> int:
@@ -103,7 +101,7 @@ class GroupEvents:
         return sent
 
     def _whole(self, weights: Sequence[Weight], copied: bool = False) -> int:
-        """Return the bytes of gathered weights. copied: those that a copy puts in order."""
+        """Return the bytes of gathered weights. copied: by those a copy puts in order."""
         found = 0
         for weight in weights:
             if copied and not weight.copied:
@@ -114,7 +112,7 @@ class GroupEvents:
         return found
 
     def _takes_masters(self, weight: Weight) -> bool:
-        """Return whether products take this rank's part of a weight as it is."""
+        """Whether products take this rank's part of a weight as it is."""
         has_dtype = self.sizes.held(weight) == self.sizes.low
         return self.sizes.shards_nothing and has_dtype and not self.sizes.offloads
 
@@ -144,7 +142,7 @@ class GroupEvents:
         """Reduce a group's gradients.
 
         made: bytes of new ones. ahead: of the gather that runs. given: of the gradient handed on.
-        freed: the whole weights are freed, each mesh's before its reduction.
+        freed: whole weights are freed, each mesh's before its reduction.
         """
         if not group.trained.weights:
             return
@@ -179,10 +177,9 @@ class GroupEvents:
             yield Alloc("communication", ("replicated", group), part)
 
     def _reduction(self, weights: Sequence[Weight], each: int, made: int) -> tuple[int, list[int]]:
-        """Return the bytes that a reduction leaves (buffer and this rank's part), and those of each
-        step.
+        """Return the bytes that a reduction leaves (buffer, this rank's part), and each step's.
 
-        each: bytes of a number in the whole gradients. made: of all of them.
+        each: bytes of a number in whole gradients. made: of all of them.
         """
         buffer = sum(weight.padded for weight in weights) * self.sizes.reduced
         left = buffer
@@ -202,18 +199,18 @@ class GroupEvents:
         ]
 
     def reduction_buffer(self, group: Group) -> int:
-        """Return the bytes of a reduction's buffers that live on beside the gradients."""
+        """Return the bytes of a reduction's buffers that live on."""
         several = [weights for weights in group.trained.by_mesh if not self._is_alone(weights)]
         return sum(weight.padded for weights in several for weight in weights) * self.sizes.reduced
 
     def _is_alone(self, weights: Sequence[Weight]) -> bool:
-        """Return whether no other rank has a part or copy of these weights."""
+        """Whether no other rank has a part or copy of these weights."""
         return (
             weights[0].shards == 1 and self.run.mesh.dp_replicate == 1 and not self.sizes.offloads
         )
 
     def _end_waiting(self, group: Group) -> Generator[Event, None, int]:
-        """Free a group's whole gradients of earlier micro-batches; return their bytes."""
+        """Free whole gradients of earlier micro-batches; return their bytes."""
         if group not in self._unreduced:
             return 0
         self._unreduced.remove(group)
@@ -221,7 +218,6 @@ class GroupEvents:
         return self._unreduced_bytes(group)
 
     def _unreduced_bytes(self, group: Group) -> int:
-        """Return the bytes of whole gradients that wait for the last micro-batch."""
         numbers = group.trained.numbers
         args = self.sizes.args
         has_table = "tok_embeddings" in group.modules and numbers and not args.tied

@@ -19,7 +19,7 @@ class KeptEvents:
         self.shape = sizes.shape
 
     def kept(self, module: str) -> int:
-        """Return the bytes that a module keeps on the device, but inputs in pipeline buffers."""
+        """Return the bytes kept on the device, without inputs in pipeline buffers."""
         kept = self.sizes.costs[module].kept
         if module != "tok_embeddings" and any(module == stage[0] for stage in self.sizes.stages):
             return kept - self.shape.hidden
@@ -28,9 +28,7 @@ class KeptEvents:
         return kept
 
     def parts(self, module: str) -> dict[str, int]:
-        """Return the bytes a module keeps by part; of the head only hidden states are
-        activations.
-        """
+        """Return the bytes kept by part; of the head hidden states alone are activations."""
         loss = 0
         if module == "output":
             has_norm_output = self.shape.tp == 1 and self.sizes.loss.chunks == 1

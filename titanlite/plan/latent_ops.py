@@ -83,11 +83,11 @@ def _keys_and_values(s: Shape, a: DeepSeekV3Args, heads: int) -> list[Op]:
 
 
 def _narrow(s: Shape, name: str, x: str, rows: int, key: str) -> Op:
-    """A product of this rank's part of the sequence with a whole weight."""
+    """A product of the rank's part of the sequence with a whole weight."""
     return replace(s, tokens=s.rows, tp=1).linear(name, x, rows, s.args.dim, key=key)
 
 
 def _gather(s: Shape, name: str, x: str, width: int) -> Op:
-    """Do as `Shape.gather`, with rows of `width` numbers."""
+    """Do as `Shape.gather`, for rows of `width` numbers."""
     whole = s.tokens * width * s.size
     return Op(name, whole, reads=(x,), forward=whole, backward=whole)

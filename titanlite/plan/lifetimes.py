@@ -46,7 +46,6 @@ class Op:
 
     @property
     def saved(self) -> tuple[str, ...]:
-        """All that its backward needs."""
         return (*self.saves, self.extra) if self.keeps else self.saves
 
 
@@ -69,11 +68,9 @@ class Peak(NamedTuple):
         return self.working + self.weights
 
     def or_higher(self, other: Peak) -> Peak:
-        """Return the higher peak, this one if equal."""
         return other if other.total > self.total else self
 
     def above(self, size: int) -> Peak:
-        """Return it without `size` bytes that exist anyway."""
         return Peak(max(self.working - size, 0), self.weights)
 
 
@@ -122,7 +119,7 @@ def measure(module: OpList, mode: str = "none") -> ModuleMemory:
 
 
 def _by_policy(ops: Sequence[Op]) -> set[str]:
-    """Return the tensors that `OpPolicy` keeps: attention's, and every second product's."""
+    """Return the tensors `OpPolicy` keeps: attention's and every second product's."""
     products = [op.name for op in ops if op.kind == "matmul"]
     chosen = set(products[::2])
     for op in ops:
@@ -134,7 +131,7 @@ def _by_policy(ops: Sequence[Op]) -> set[str]:
 
 
 def _recomputing_backward(replay: _Replay, stays: set[str], cached: set[str]) -> Peak:
-    """Return the peak of a backward that repeats the forward, above what stays until then."""
+    """Return the peak of a backward that repeats the forward, above what stays."""
     ops = replay.ops
     kept = replay.bytes_of(stays)
     # It goes to the last operator that saves something, and runs that one only if it saves more
@@ -227,7 +224,7 @@ class _Replay:
         return peak
 
     def pending(self) -> int:
-        """Return the bytes that the first half of a backward leaves more than the forward."""
+        """Return the bytes that a backward's first half leaves more than the forward."""
         last_product = 0
         gradients = 0
         for index, op in enumerate(self.ops):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def state_bytes(weight: Weight, settings: Optimizer, master: int) -> float:
-    """Return the bytes of optimizer state per number of a weight; dotted paths count as AdamW.
+    """Return optimizer bytes per number of a weight; dotted paths count as AdamW.
 
     master: bytes of a number of the weights.
     """
@@ -62,7 +62,7 @@ def step_bytes(
 
 
 def _muon_bytes(weight: Weight, count: int) -> int:
-    """Return the temporary bytes for weights of one shape, as many at once as ranks share them."""
+    """Return the temporary bytes of one shape, as many weights at once as ranks share them."""
     together = min(count, weight.shards)
     local = together * weight.part
     # The directions in float32, their stack and its copy in bfloat16; then one whole matrix on this

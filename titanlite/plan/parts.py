@@ -61,7 +61,7 @@ class RankMemory:
 
     @cached_property
     def peak(self) -> Moment:
-        """The moment with most bytes on the device."""
+        """The moment with most device bytes."""
         return max(self.moments, key=lambda moment: moment.total)
 
 

@@ -52,7 +52,7 @@ class ProductMemory:
         )
 
     def kept_by_gather(self, numbers: int, takers: frozenset[str]) -> int:
-        """Return the bytes that the linears `takers` keep of `numbers` gathered numbers."""
+        """Return the bytes that the linears `takers` keep of gathered numbers."""
         return 0
 
     def gathered_bytes(self, key: str) -> int:
@@ -60,5 +60,5 @@ class ProductMemory:
         return 0
 
     def weights(self, module: str, own: list[Weight], shards: int) -> list[Weight]:
-        """Return what a rank holds of a module's `own` weights, divided over `shards` ranks."""
+        """Return what a rank holds of `own` weights, divided over `shards` ranks."""
         return own

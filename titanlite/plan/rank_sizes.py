@@ -85,28 +85,25 @@ class RankSizes:
 
     @property
     def adds_at_once(self) -> bool:
-        """Whether each micro-batch adds to gradients of weights that no other rank shares
-        (`titanlite.parallel.fsdp_one_rank`): none wait.
-        """
+        """Whether each micro-batch adds to gradients of unshared weights, so that none wait."""
         casts_together = self.device != "cpu" and self.low != self.master
         return self.shards_nothing and self.reduced == self.master and not casts_together
 
     def held(self, weight: Weight) -> int:
-        """Return the bytes of a number of a weight on this rank."""
+        """Return the bytes of each number of a weight."""
         return min(self.low, self.master) if weight.frozen else self.master
 
     def has_backward(self, module: str) -> bool:
-        """Return whether a module has a backward: a frozen embedding has none."""
+        """Whether a module has a backward: a frozen embedding has none."""
         return self.products.trains or module != "tok_embeddings"
 
     def begins_gradients(self, module: str) -> bool:
-        """Return whether a block keeps nothing of an input that needs no gradient."""
+        """Whether a block keeps nothing of an input that needs no gradient."""
         if self.products.trains or module == "output" or self.mode(module) != "none":
             return False
         return ["tok_embeddings", module] in [stage[:2] for stage in self.stages]
 
     def shape_of(self, block: str) -> Shape:
-        """Return a block's shape, by its own arguments."""
         return self._shape(self.args.of_block(position(block, self.args.n_layers)))
 
     def _shape(self, args: LlamaArgs) -> Shape:
@@ -125,13 +122,12 @@ class RankSizes:
 
     @functools.cached_property
     def linears(self) -> Linears:
-        """The model's linears, and their tensor parallelism."""
         from titanlite.models.linears import linears_of
 
         return linears_of(self.run.spec, self.args, self.run.mesh.tensor)
 
     def _cost(self, module: str) -> ModuleMemory:
-        """Return a module's needs; the last norm counts with the head."""
+        """Return a module's needs; the head's include the last norm."""
         if module == "output":
             return head_memory(self.shape, self.loss)
         if module == "tok_embeddings":
@@ -140,7 +136,7 @@ class RankSizes:
         return block_memory(self.shape_of(module), self.mode(module))
 
     def mode(self, block: str) -> str:
-        """Return a block's activation checkpointing, as for `measure`."""
+        """Return a block's mode for `measure`."""
         ac = self.run.activation_checkpoint
         if ac.mode in ("none", "budget"):
             return "none"

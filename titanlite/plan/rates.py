@@ -51,7 +51,7 @@ class Directions(NamedTuple):
     backward: float = 0.0
 
     def beyond(self, computing: Directions) -> float:
-        """Return the seconds that simultaneous computing does not hide."""
+        """Return the seconds that computing does not hide."""
         return sum(max(0.0, own - other) for own, other in zip(self, computing, strict=True))
 
 
@@ -79,7 +79,7 @@ class Rates:
         return 2 * math.prod(size + self.constants.edge for size in (rows, k, n)) / sustained
 
     def moved(self, size: float) -> float:
-        """Return the seconds in which kernels read or write `size` bytes."""
+        """Return the seconds in which kernels read or write this many bytes."""
         return size / (self.gpu.bandwidth * self.constants.memory)
 
     def collective(self, size: float, ranks: int, stride: int) -> float:

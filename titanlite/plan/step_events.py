@@ -55,7 +55,6 @@ class StepEvents:
         yield Alloc("parameters", "cosines and sines", tables)
 
     def micro_batches(self) -> Iterator[Event]:
-        """Yield the work of a rank with all layers."""
         modules = self.sizes.stages[0]
         count = min(self.run.batch.accumulation, 2)
         for index in range(count):
@@ -65,7 +64,6 @@ class StepEvents:
             yield from self.backward(modules, reduces=reduces)
 
     def forward(self, modules: list[str]) -> Iterator[Event]:
-        """Run modules, and keep what their backward needs."""
         # Of the latest gather.
         buffer = 0
         for module in modules:
@@ -156,7 +154,7 @@ class StepEvents:
         yield from self.groups.end_backward()
 
     def _hidden(self, module: str) -> int:
-        """Return the bytes of a module's input or its gradient."""
+        """Return the bytes of a module's input or gradient."""
         return 0 if module == "tok_embeddings" else self.sizes.shape.hidden
 
     def _in_order(self, modules: list[str]) -> list[Group]:

@@ -104,20 +104,20 @@ class StepSizes:
 
     @cached_property
     def outputs(self) -> float:
-        """Numbers per token that the products of all blocks put out."""
+        """Numbers per token that all blocks' products put out."""
         found = 0.0
         for linear in self.linears:
             found += linear.size.out_features * len(linear.names) * self.part(linear)
         return found + self.others.outputs
 
     def part(self, linear: LinearKind) -> float:
-        """Return the share of a micro-batch's tokens that a linear takes on this rank."""
+        """Return a linear's share of a micro-batch's tokens on this rank."""
         divides = self.tensor_plan.get(linear.names[0]) in ("sequence", "heads")
         return 1 / self.mesh.tensor if divides else 1.0
 
     @cached_property
     def matrices(self) -> Counter[Size]:
-        """How many matrices of each size all blocks have; empty for a model without linears."""
+        """How many matrices of each size all blocks have."""
         found = Counter[Size]()
         if self.spec.linears is None:
             return found
@@ -145,7 +145,6 @@ class StepSizes:
 
     @cached_property
     def sharded(self) -> list[Sharded]:
-        """What this rank's groups shard."""
         mesh = self.mesh
         divided = self.spec.count_parameters(self.args) - self.others.parameters
         parameters = divided / mesh.tensor * self.stage_share + (self.adapters or 0.0)
@@ -171,7 +170,6 @@ class StepSizes:
 
     @cached_property
     def held_bytes(self) -> float:
-        """Bytes of this rank's weights."""
         if self.adapters is None:
             return 4 * self.owned
         frozen = sum(group.parameters / group.ranks for group in self.sharded) - self.owned
@@ -181,7 +179,6 @@ class StepSizes:
 
     @property
     def is_one_unit(self) -> bool:
-        """Whether all weights are gathered at once."""
         return self.run.training.fsdp_units == "root"
 
     @property
@@ -191,9 +188,7 @@ class StepSizes:
 
     @property
     def frees(self) -> bool:
-        """Whether a forward frees what it gathered: not the last units by default, nor a single
-        one.
-        """
+        """Whether a forward frees what it gathered; by default the last units stay."""
         reshards = self.run.training.reshard_after_forward
         if reshards == "default":
             return not self.is_one_unit
@@ -218,7 +213,7 @@ class StepSizes:
     def stops_early(self) -> bool:
         """Whether recomputation omits a block's last product and the rest, which no backward needs.
 
-        Compiled halves of a block, as with tensor parallelism, run whole.
+        Compiled halves of a block run whole.
         """
         if self.compiled:
             return self.mesh.tensor == 1

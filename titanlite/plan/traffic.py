@@ -14,9 +14,7 @@ from titanlite.plan.step_sizes import StepSizes
 
 
 def tensor_traffic(step: StepSizes) -> float:
-    """Return the seconds of tensor parallelism: 4 collectives per block and direction, also
-    repeated.
-    """
+    """Return the seconds of tensor parallelism: 4 collectives per block and direction."""
     each = 2 if step.by_op else 4 - step.stops_early
     again = step.recomputed * each - step.products.tensor_gathers_less
     size = step.itemsize * step.tokens * step.width
@@ -93,9 +91,7 @@ def sharding_traffic(step: StepSizes, computing: Directions) -> float:
 
 
 def host_transfers(step: StepSizes, computing: Directions) -> float:
-    """Return the seconds of offloading weights, gradients and activations that computing does not
-    hide.
-    """
+    """Return the seconds of offload that computing does not hide."""
     pcie = step.rates.gpu.pcie
     gathers = _gathers(step)
     offloads = step.run.training.enable_cpu_offload

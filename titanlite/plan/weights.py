@@ -37,16 +37,15 @@ class Weight:
 
     @property
     def padded(self) -> int:
-        """Its numbers, with rows added to divide evenly."""
+        """Its numbers, padded to divide evenly."""
         return -(-self.rows // self.shards) * self.shards * self.width
 
     @property
     def part(self) -> int:
-        """A rank's numbers, padded."""
         return self.padded // self.shards
 
     def local(self, index: int) -> int:
-        """Return the numbers that rank `index` of the shards holds."""
+        """Return the numbers of shard `index`."""
         each = -(-self.rows // self.shards)
         return min(max(self.rows - index // self.neighbours * each, 0), each) * self.width
 
@@ -82,7 +81,7 @@ class Group:
 
     @cached_property
     def trained(self) -> Group:
-        """The same modules with trained weights alone."""
+        """The group with trained weights alone."""
         return replace(self, weights=tuple(one for one in self.weights if not one.frozen))
 
 

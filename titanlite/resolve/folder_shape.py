@@ -80,9 +80,7 @@ def read_shape(model: Model, section: Checkpoint, folder: str) -> FolderShape | 
 def _source_of(
     model: Model, section: Checkpoint, folder: str
 ) -> tuple[str, str | None, SourceModel | None]:
-    """Return the key of the weights' source, its value and its model, if any. Raises
-    ConfigError.
-    """
+    """Return the weights' key, its value and its model, if any. Raises ConfigError."""
     from titanlite.checkpoint.store_paths import StoreError, to_path
 
     spec = get_spec(model.name)
@@ -162,10 +160,10 @@ def _as_overrides(args: Any, model: Model) -> dict[str, Any]:
 
 
 def source_problems(model: Model, section: Checkpoint, args: Any) -> Iterator[Problem]:
-    """Compare a run's model, of these arguments, with the one that it starts from.
+    """Compare a run's arguments with the model that it starts from.
 
-    section: with the run's own folder; if that holds checkpoints, the run resumes and nothing is
-    compared. A store is not asked.
+    section: with the run's own folder; if that holds checkpoints, nothing is compared. A store is
+    not asked.
     """
     if section.initial_load_path is None or not section.enable_checkpoint:
         return
@@ -199,7 +197,7 @@ def source_problems(model: Model, section: Checkpoint, args: Any) -> Iterator[Pr
 
 
 def _has_patterns(section: Checkpoint) -> bool:
-    """Return whether the config names weights that are not loaded or may be missing."""
+    """Whether the config names weights that are not loaded or may be missing."""
     parts = set(GROUPS) - {"model"}
     excluded = [entry for entry in section.exclude_from_loading if entry not in parts]
     return bool(section.allow_missing or excluded)

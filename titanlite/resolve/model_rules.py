@@ -37,7 +37,6 @@ def tokenizer_problems(run: RunConfig) -> Iterator[Problem]:
 
 
 def _refused_keys(run: RunConfig, args: Any) -> Iterator[Problem]:
-    """Find keys that a model refuses by `ModelSpec.why_not`."""
     keys = {
         "training.loss_chunks": run.training.loss_chunks > 1,
         "data.mask_documents": run.data.mask_documents,

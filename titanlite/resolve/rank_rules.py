@@ -62,7 +62,6 @@ def _other_ranks(d: Config, has_rest: bool) -> str:
 
 
 def _reshard(d: Config, run: RunConfig) -> Iterator[Problem]:
-    """Check that groups of this many ranks can share weights after the forward."""
     reshard = run.training.reshard_after_forward
     shards = run.mesh.weight_shards
     if not isinstance(reshard, int) or shards % reshard == 0:
@@ -77,7 +76,7 @@ def _reshard(d: Config, run: RunConfig) -> Iterator[Problem]:
 
 
 def _early_steps(d: Config, run: RunConfig) -> Iterator[Problem]:
-    """Check that steps with updates in their backward have one micro-batch."""
+    """Check that updates in the backward have one micro-batch."""
     batch = max(run.legs.values(), key=lambda batch: batch.accumulation)
     if not run.optimizer.early_step_in_backward or batch.accumulation == 1:
         return
@@ -90,7 +89,7 @@ def _early_steps(d: Config, run: RunConfig) -> Iterator[Problem]:
 
 
 def _global_batches(d: Config, run: RunConfig) -> Iterator[Problem]:
-    """Check that the ranks share each global batch in whole micro-batches."""
+    """Check that ranks share each global batch in whole micro-batches."""
     size = run.training.batch_size
     at_once = size * run.mesh.dp_degree
     batches = {"training.global_batch_size": run.training.global_batch_size}
@@ -109,7 +108,7 @@ def _global_batches(d: Config, run: RunConfig) -> Iterator[Problem]:
 
 
 def _phase_lengths(d: Config, run: RunConfig) -> Iterator[Problem]:
-    """Check that each phase divides the longest one's sequences, and each rank has whole ones."""
+    """Check that phases divide the longest one's sequences, and ranks have whole ones."""
     lengths = {**run.sequence_lengths}
     lengths.pop("validation.seq_len", None)
     longest = run.row_len
@@ -136,7 +135,7 @@ def _phase_lengths(d: Config, run: RunConfig) -> Iterator[Problem]:
 
 
 def _schedule_unit(d: Config, run: RunConfig) -> Iterator[Problem]:
-    """Check that a schedule's lengths in tokens are not meant as steps."""
+    """Check that a schedule's tokens are not meant as steps."""
     if run.lr_scheduler.unit == "steps":
         return
     lengths = {
@@ -159,7 +158,7 @@ def _schedule_unit(d: Config, run: RunConfig) -> Iterator[Problem]:
 
 
 def _pipeline_schedule(d: Config, run: RunConfig) -> Iterator[Problem]:
-    """Check the schedule's name, also without a pipeline."""
+    """Check the name, also without a pipeline."""
     name = d.experimental.pipeline_parallel_schedule
     if find_schedule(name) is None:
         key = "experimental.pipeline_parallel_schedule"

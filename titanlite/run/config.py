@@ -65,7 +65,6 @@ class MeshSizes:
 
     @property
     def weight_shards_in_words(self) -> str:
-        """The degrees in that product."""
         if self.context == 1:
             return "data_parallel_shard"
         return "data_parallel_shard * context_parallel"

@@ -30,8 +30,7 @@ S = TypeVar("S", bound=Any)
 def derive(config: LoadedConfig, world_size: int) -> RunConfig:
     """Derive the run of a config on `world_size` ranks. It checks nothing.
 
-    In epochs it has no length yet: `steps` and `schedule.total_steps` are None, and the schedule is
-    provisional until `with_length`.
+    In epochs its steps are None and its schedule provisional until `with_length`.
     """
     d = config.sections
     told = Told(list(config.notes), [])
@@ -133,7 +132,6 @@ def _mesh(d: Config, world_size: int, notes: list[str]) -> MeshSizes:
 def _ranks_left(
     d: Config, key: str, degrees: dict[str, int], world_size: int, notes: list[str]
 ) -> int:
-    """Return the degree of the dimension that takes the ranks left over."""
     fixed = {parallelism(other): degree for other, degree in degrees.items() if degree > 1}
     left = max(world_size // math.prod(fixed.values()), 1)
     divisors = "".join(f" / {name} {degree}" for name, degree in fixed.items())
@@ -185,7 +183,7 @@ def _course(d: Config, batch: BatchSizes, notes: list[str]) -> Course:
 
 
 def _filled(d: Config) -> Config:
-    """Return the sections with folders below the run's, and other sections' values."""
+    """Return the sections with folders and other sections' values filled in."""
     validation = replace_fields(
         d.validation,
         batch_size=d.validation.batch_size or d.training.batch_size,

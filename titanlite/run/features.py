@@ -144,7 +144,7 @@ class Entry(NamedTuple):
 
 
 def _shared(config: Config, degree: int) -> bool:
-    """Whether several ranks share something; one process makes a seed checkpoint for any number."""
+    """Whether several ranks share something; one process makes a seed checkpoint for any."""
     return degree != 1 and not config.checkpoint.create_seed_checkpoint
 
 

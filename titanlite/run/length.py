@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def steps_of(d: Config, course: Course, notes: list[str]) -> int | None:
-    """Return a run's steps, and note how they follow from tokens; None: epochs give them later."""
+    """Return a run's steps, and note how they follow from tokens; None: from epochs later."""
     tokens = d.training.tokens
     if tokens is not None:
         steps = course.steps_with_tokens(tokens)
@@ -35,7 +35,7 @@ def _not_yet(epochs: int) -> str:
 
 
 def _per_step(course: Course, unit: str) -> str:
-    """Return the tokens, or rows as sequences, of a step in each leg, in words."""
+    """Return a step's tokens or rows in each leg, in words."""
     sizes = [leg.size.tokens if unit == "tokens" else leg.size.rows for leg in course.legs]
     earlier = "".join(f"{size:,}, then " for size in sizes[:-1])
     return f"{earlier}{counted(sizes[-1], unit)} per step"

@@ -25,8 +25,6 @@ class _Needed(TypedDict):
 
 
 class _Entry(_Needed, total=False):
-    """The entries of a line, with their types."""
-
     time: str
     state: str
     reason: str
@@ -77,9 +75,9 @@ def read_entries(folder: Path, problems: list[str] | None = None) -> list[dict[s
 def read_attempts(folder: Path, problems: list[str] | None = None) -> Sequence[Attempt]:
     """Return the attempts of a run, oldest first. Unreadable records count as missing.
 
-    An attempt is its start entry and its end entry in one. "time" becomes "started" and "ended"
-    (seconds since 1970), the "step" of the start "first_step". Without an end it has neither
-    "ended" nor "state"; "lost" is of the attempt before. problems: as for `utils.read_lines`.
+    An attempt is its start entry and its end entry in one: "time" becomes "started" and "ended"
+    (seconds since 1970), the start's "step" "first_step". Without an end it has neither "ended" nor
+    "state"; "lost" is of the attempt before. problems: as for `utils.read_lines`.
     """
     found: dict[int, dict[str, Any]] = {}
     for entry in read_entries(folder, problems):
@@ -95,7 +93,7 @@ def read_attempts(folder: Path, problems: list[str] | None = None) -> Sequence[A
 
 
 def _name_kept_files(attempts: Sequence[dict[str, Any]]) -> None:
-    """Give each attempt the present names of its files: a later start with others renames them."""
+    """A later start with others renames the files of an attempt."""
     names: dict[str, str] = {}
     for attempt in reversed(attempts):
         for key in ("config", "diff"):
@@ -131,7 +129,7 @@ def lost_since(folder: Path, attempt: Attempt, step: int, tokens: int) -> dict[s
 
 
 def _seconds(text: object) -> float | None:
-    """Return an ISO 8601 time as seconds since 1970; None for anything else."""
+    """Return an ISO 8601 time in seconds since 1970."""
     with suppress(ValueError, OverflowError):
         return datetime.fromisoformat(str(text)).timestamp()
     return None

@@ -57,7 +57,7 @@ class MetricsLog:
         """Drop torn lines and rows of steps after `step`, so that a resumed run writes none twice.
         Atomic.
 
-        again: figures of `step` that will be measured again.
+        Rows without a step are kept. again: figures of `step` that will be measured again.
         """
 
         def stays(row: Mapping[str, Any]) -> bool:

@@ -62,11 +62,11 @@ class RunLock:
             train()
 
     An abandoned lock is taken over, with a warning. On the same machine its process is looked up.
-    Elsewhere (another machine, another container) it must not have been renewed for
-    `LEASE_SECONDS`, by the times of the file system or store; the rest of them is waited for. A run
-    that loses its lock logs an error, and its next save fails (`OwnershipCheck`).
+    Elsewhere, as in another container, it must not have been renewed for `LEASE_SECONDS`, by the
+    times of the file system or store; the rest of them is waited for. A run that loses its lock
+    logs an error, and its next save fails (`OwnershipCheck`).
 
-    It waits for a run that was asked to stop and is saving. Where the launcher was killed, the next
+    It waits for a run that was asked to stop and is saving: where the launcher was killed, the next
     start may come before that run ends.
 
     key: config key of the folder, for messages. ending: whether this run was asked to stop. Raises
@@ -116,7 +116,7 @@ class RunLock:
                 self._release()
 
     def _release(self) -> None:
-        """Delete the lock; in a store that forbids it, note in it that it is released."""
+        """In a store that forbids deletions, note in the lock that it is released."""
         try:
             self.path.unlink()
         except OSError:
@@ -127,7 +127,7 @@ class RunLock:
             )
 
     def _take(self, path: Path | StorePath) -> None:
-        """Create a lock file, or take an abandoned one over. Raises LockedError."""
+        """Raises LockedError."""
         while not self._create(path):
             holder = _read(path)
             if holder == {}:
@@ -156,9 +156,7 @@ class RunLock:
                 _remove(claim)
 
     def _take_over(self, path: Path | StorePath, holder: dict[str, Any]) -> bool:
-        """Delete an abandoned lock; return True where it was overwritten instead, and is this
-        run's.
-        """
+        """Return True where the lock was overwritten, not deleted, and is this run's."""
         now = _read(path)
         if now is None or now.get("token") != holder.get("token"):
             return False
@@ -188,9 +186,7 @@ class RunLock:
         return True
 
     def _is_alive(self, path: Path | StorePath, holder: dict[str, Any]) -> bool:
-        """Return whether a lock's holder lives, which it does not if the lock is released
-        meanwhile.
-        """
+        """A lock that is released meanwhile counts as dead."""
         if holder.get(_RELEASED) or _is_lost(holder):
             return False
         alive = process_is_alive(holder)
@@ -221,7 +217,7 @@ class RunLock:
         return False
 
     def _outlasts(self, path: Path | StorePath, holder: dict[str, Any]) -> bool:
-        """Wait for a live holder that was asked to stop; return whether it has gone."""
+        """Wait for a holder that was asked to stop; return whether it has gone."""
         if not holder.get(_ENDING):
             return False
         logger.warning(
@@ -296,10 +292,9 @@ class OwnershipCheck:
 
 
 def last_sign_of_life(folder: Path) -> float | None:
-    """Return when the live run in a folder last renewed its lock, in seconds since 1970.
+    """Return when the live run in a folder last renewed its lock, in seconds since 1970, or None.
 
-    None: no run is alive. A lock from elsewhere is judged by the clocks of both machines: this
-    function writes nothing.
+    A lock from elsewhere is judged by the clocks of both machines: this function writes nothing.
     """
     with suppress(OSError):
         holder = _read(folder / FILE)
@@ -314,7 +309,7 @@ def last_sign_of_life(folder: Path) -> float | None:
 
 
 def _remove(path: Path | StorePath) -> bool:
-    """Delete a file or object; return False where a store forbids it. Raises OSError for a file."""
+    """Return False where a store forbids it. Raises OSError for a file."""
     try:
         path.unlink(missing_ok=True)
     except OSError:
@@ -325,7 +320,7 @@ def _remove(path: Path | StorePath) -> bool:
 
 
 def _read(path: Path | StorePath) -> dict[str, Any] | None:
-    """Return a lock's content: empty if damaged, None if there is none. Raises OSError."""
+    """Return {} if damaged, None if there is no lock. Raises OSError."""
     try:
         if isinstance(path, Path):
             with open(path, "rb", opener=not_a_link) as stream:
@@ -354,7 +349,6 @@ def _describe(holder: dict[str, Any]) -> str:
 
 
 def _is_lost(holder: dict[str, Any]) -> bool:
-    """Return whether a holder ran on a host that this job has lost."""
     host = str(holder.get("host")).partition(".")[0]
     return bool(host) and host in os.environ.get(LOST_HOSTS, "").split(",")
 
@@ -370,11 +364,10 @@ def process_is_alive(holder: dict[str, Any]) -> bool | None:
 
 
 def process_of(pid: int) -> dict[str, Any]:
-    """Return id, start time (clock ticks since boot) and space of a process; without a /proc its
-    id.
+    """Return id, start time (clock ticks since boot) and space of a process; at least its id.
 
-    The space is this boot of the machine and the PID namespace: an id means the same process only
-    there. Host names do not tell that: machines may share one, and so may containers.
+    The space is this boot and the PID namespace, as an id means the same process only there.
+    Machines and containers may share a host name.
     """
     try:
         # The name in parentheses may contain spaces and parentheses. A zombie (Z, X) has ended.

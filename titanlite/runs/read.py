@@ -52,7 +52,7 @@ Row = Mapping[str, float]
 
 
 class RunError(ValueError):
-    """A folder is no run, or a part of it is unreadable."""
+    """A folder is no run, or a part of it is unreadable; the text names file and remedy."""
 
     exit_code = exit_codes.CONFIG
 
@@ -107,7 +107,6 @@ class Run:
 
     @property
     def steps(self) -> int | None:
-        """Steps of the whole run."""
         steps = self.attempts[-1].get("steps") if self.attempts else None
         return steps if isinstance(steps, int) else None
 
@@ -145,7 +144,6 @@ class Run:
         return last.get("ended") or self._last_sign(last["started"] or 0.0, math.inf)
 
     def _last_sign(self, start: float, end: float) -> float:
-        """Return when an attempt between two times last showed that it lived."""
         seen = [start, *(time for time in self._times if start <= time < end)]
         if end == math.inf:
             seen.append(self.alive or start)
@@ -172,7 +170,7 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
     """Read the run in a folder, or that of a metrics file such as an earlier run's metrics-1.jsonl.
 
     Damaged lines and figures are named in `problems`. Raises RunError for what is no run, and for a
-    config that cannot be read. partial: the latter goes into `problems` instead.
+    config that cannot be read, which with `partial` goes into `problems`.
     """
     path = Path(path)
     problems: list[str] = []
@@ -212,8 +210,8 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
 def _attempts_of_last_run(folder: Path, problems: list[str]) -> tuple[Attempt, ...]:
     """Return the attempts since the last one that began a run.
 
-    A new run in the folder of an earlier one has its own metrics and attempts. It may begin at a
-    step of another run.
+    A new run in an earlier one's folder has its own metrics, and may begin at a step of another
+    run.
     """
     attempts = read_attempts(folder, problems)
     begin = 0
@@ -225,7 +223,7 @@ def _attempts_of_last_run(folder: Path, problems: list[str]) -> tuple[Attempt, .
 
 
 def _begins_again(attempt: Attempt, before: Attempt) -> bool:
-    """Return whether an attempt repeats the one before, which has left no checkpoint."""
+    """Return whether an attempt repeats one that has left no checkpoint."""
     is_same = attempt.get("began") == "fresh" and not attempt.get("config_changes")
     kept = before.get("saved_step") or before.get("first_step")
     return is_same and not kept and before.get("state") != "done"
@@ -234,7 +232,8 @@ def _begins_again(attempt: Attempt, before: Attempt) -> bool:
 def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
     """Return the run folders at most `depth` levels below `folder`, itself included.
 
-    Raises RunError when there is no such folder.
+    Folders that runs make for other things are skipped. Raises RunError when there is no such
+    folder.
     """
     if not folder.is_dir():
         raise RunError(
@@ -260,10 +259,9 @@ def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
 
 
 def _rows(path: Path, problems: list[str]) -> tuple[Row, ...]:
-    """Return the figures of a metrics file; training rows get "total_tps", tokens per second over
-    all devices.
+    """Training rows get "total_tps", tokens per second over all devices. Raises FileNotFoundError.
 
-    Raises FileNotFoundError.
+    A figure that is no number is left out, and named in `problems`.
     """
     rows: list[dict[str, float]] = []
     step = 0.0
@@ -284,7 +282,7 @@ def _rows(path: Path, problems: list[str]) -> tuple[Row, ...]:
 
 
 def _figures(raw: Mapping[str, Any], path: Path, problems: list[str]) -> dict[str, float]:
-    """Return the figures of a line; none for one without a step."""
+    """A line without a step has none."""
     row: dict[str, float] = {}
     if "step" not in raw:
         return row
@@ -301,7 +299,7 @@ def _figures(raw: Mapping[str, Any], path: Path, problems: list[str]) -> dict[st
 
 
 def _number(value: Any) -> float | None:
-    """Return a number, which may be a text if not finite; None: it is none."""
+    """A text stands for a number that is not finite; None: it is none."""
     if not isinstance(value, (int, float, str)):
         return None
     try:

@@ -69,7 +69,6 @@ class Start:
 
     @property
     def began(self) -> str:
-        """How the attempt began, in words."""
         if self.resumed:
             return f"resumed from step {self.step}"
         return "fresh" if self.source is None else f"from {self.source}"
@@ -95,7 +94,6 @@ class AttemptRecord:
         self._warned = False
 
     def saved(self, step: int, tokens: int) -> None:
-        """Note that the checkpoint of `step`, after `tokens` tokens, exists."""
         self._saved_step = step
         self._kept = step, tokens
 
@@ -165,7 +163,6 @@ def begin(folder: Path, start: Start) -> Begun:
 
 
 def _attempts_before(folder: Path) -> Sequence[Mapping[str, Any]]:
-    """Return the attempts in a folder, oldest first; a new one has none to read."""
     if not os.path.exists(folder / ATTEMPTS):
         return []
     from titanlite.runs.attempts import read_attempts
@@ -175,8 +172,6 @@ def _attempts_before(folder: Path) -> Sequence[Mapping[str, Any]]:
 
 @dataclass
 class _KeptFiles:
-    """Config and changes to the code, of this attempt and of the ones before."""
-
     #: "old -> new" by key of the config.
     changes: dict[str, str] = field(default_factory=dict)
     #: New names of files of an attempt before.
@@ -236,9 +231,7 @@ def _start_entry(
 
 
 def _replace(path: Path, content: bytes | None, attempt: int) -> str | None:
-    """Write a file of this attempt (None: it has none); return the new name of a former one that
-    differs.
-    """
+    """Return the new name of a former file that differs."""
     old = read_own(path) if path.exists() else None
     if old == content:
         return None

@@ -52,8 +52,6 @@ class _Storage:
 
 
 class _Visit(NamedTuple):
-    """A module runs in a phase, while storages begin, end and change by so many bytes."""
-
     phase: str
     module: str
     events: list[tuple[_Storage, int]]
@@ -214,7 +212,7 @@ class MemoryMeter(TorchDispatchMode):
         self._track_state()
 
     def _resizing(self) -> Any:
-        """Return `UntypedStorage.resize_`, which no operator shows, with a note of what it did."""
+        """No operator shows `UntypedStorage.resize_`."""
         real = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, nbytes: int) -> Any:
@@ -229,7 +227,7 @@ class MemoryMeter(TorchDispatchMode):
         return resize
 
     def _unmetered(self) -> Any:
-        """Return DTensor's method `_SHAPES` without a count: its tensors have no bytes."""
+        """The tensors of DTensor's method `_SHAPES` have no bytes."""
         real = getattr(ShardingPropagator, _SHAPES)
 
         def propagate(*args: Any) -> Any:
@@ -287,13 +285,11 @@ def _tensors(values: object) -> list[Tensor]:
 
 @functools.cache
 def _holds_others(kind: type) -> bool:
-    """Return whether a class works on tensors inside of it, as a DTensor."""
     return hasattr(kind, "__tensor_flatten__")
 
 
 @functools.cache
 def _marked(func: Any) -> str | None:
-    """Return the part of arguments that the operator alone tells."""
     name = str(func)
     if name.startswith("fsdp.split_with_sizes_copy"):
         return "gathered weights"

@@ -47,11 +47,11 @@ _BY_FORMULA = "plan it by formula, without --exact"
 def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
     """Run a training step of rank `rank` without data, and return its memory by part.
 
-    device: "cuda" or "cpu", for the run's optimizer and offload. Compiled modules run eagerly,
-    which keeps more: the result is an upper bound.
+    device: "cuda" or "cpu". Compiled modules run eagerly, which keeps more: the result is an upper
+    bound.
 
-    Raises ConfigError for a run that offloads to the host, and RuntimeError in a process that has a
-    default process group: the trace makes one of its own.
+    Raises ConfigError for a run that offloads to the host, and RuntimeError in a process with a
+    default process group: the trace makes its own.
     """
     if run.training.enable_cpu_offload or run.activation_checkpoint.offload:
         message = "a trace has no host memory, and this run offloads to it"
@@ -142,9 +142,7 @@ def _first_update(
 
 
 def _traced(run: RunConfig, device: str) -> RunConfig:
-    """Return the run as a trace runs it: eagerly, and two micro-batches at most (more add
-    nothing).
-    """
+    """Run eagerly, and two micro-batches at most: more add nothing."""
     accumulation = run.batch.accumulation
     if run.mesh.pipeline == 1:
         accumulation = min(accumulation, 2)
@@ -201,7 +199,7 @@ def _fake_group(size: int, rank: int, device: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _like_gpu() -> Iterator[None]:
-    """Inside, let the model do on CPU tensors what it does on a GPU, where the memory differs."""
+    """Let the model do on CPU tensors what it does on a GPU, where the memory differs."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None) -> torch.Tensor:
         # On a GPU torch makes no tensor of a `CausalBias`.

@@ -137,7 +137,6 @@ def as_json(value: object) -> str:
 def _for_each_gpu(
     config: LoadedConfig, ranks: int | None, arguments: argparse.Namespace
 ) -> tuple[str, int]:
-    """Plan the run on each kind of GPU, or on --gpu: on `ranks` GPUs or the fewest that fit it."""
     hint = "give --gpus N --gpu NAME, or --instance TYPE --nodes N, or section [launch]"
     _refuse(arguments, ("exact", "rank", "search"), "is for one cluster", hint)
     runs = [with_vocabulary(run) for run in _sizes(config, ranks)]

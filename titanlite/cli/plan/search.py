@@ -101,7 +101,6 @@ class SearchResult(NamedTuple):
 
     @property
     def config_is_best(self) -> bool:
-        """Whether the config as it is comes first."""
         return bool(self.ranked) and self.ranked[0] is self.base
 
 
@@ -149,7 +148,6 @@ class _Search:
         return predict(run.steady_at(first), self.cluster)
 
     def candidate(self, changes: Mapping[str, Any]) -> Candidate | None:
-        """Return the config with changes; None: it is not valid."""
         given: Changes = {}
         for key in keys():
             if key in changes and changes[key] != self.config.value(key):
@@ -163,7 +161,7 @@ class _Search:
         return self._found[name]
 
     def in_chunks(self, candidate: Candidate) -> Candidate:
-        """Return it with the loss in chunks and its memory; itself where chunks are not valid."""
+        """Return the candidate itself where chunks of the loss are not valid."""
         chunks = max(self.run.training.loss_chunks, CHUNKS)
         changes = {**candidate.changes, LOSS_CHUNKS: chunks}
         return self.weighed(self.candidate(changes) or candidate)
@@ -174,7 +172,7 @@ class _Search:
         return replace(candidate, needed=needed_bytes(memory), host=host)
 
     def variants(self, mesh: Mesh, ac: Changes) -> list[Candidate]:
-        """Return the valid settings on a mesh with the loss in one piece, the leanest first."""
+        """Return valid settings with the loss in one piece, the leanest first."""
         reshards = ("default",) if mesh.is_pipeline else ("default", "never")
         found = []
         for batch, reshard in itertools.product(batches(self.run, mesh), reshards):
@@ -185,7 +183,7 @@ class _Search:
         return found
 
     def best(self, mesh: Mesh, least: float) -> list[Candidate]:
-        """Return the fastest settings on a mesh that fit, of each AC mode, and beyond a rate."""
+        """Return the fastest settings that fit, of each AC mode, beyond a rate."""
         found = []
         # The last mode keeps least.
         for ac in reversed(AC_MODES):

@@ -35,7 +35,7 @@ _GRACE = 5.0
 class HubUploads(Callback):
     """Uploads checkpoints as they are saved, from a thread of rank 0.
 
-    folder: of the run. model_name: of the config; a dotted one names code of the user.
+    model_name: of the config; a dotted one names code of the user.
     """
 
     def __init__(self, section: Checkpoint, folder: Path, model_name: str) -> None:

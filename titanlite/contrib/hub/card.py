@@ -35,9 +35,7 @@ _BASE = "base_model_name_or_path"
 def files_beside(
     weights: Weights, folder: Path, place: tuple[str, str], license: str | None
 ) -> dict[str, bytes]:
-    """Return the files that go up with weights, by name. folder: the exported weights. place:
-    repository and branch.
-    """
+    """Return the files that go up with weights, by name. place: repository and branch."""
     found = {}
     base = ""
     if (folder / PEFT_CONFIG).is_file():
@@ -87,9 +85,7 @@ def _card(weights: Weights, base: str, place: tuple[str, str], license: str | No
 
 
 def shown_config(toml: str) -> str:
-    """Return a config without secrets and `[launch]`, and with the last part of private paths
-    alone.
-    """
+    """Return a config without secrets and `[launch]`, and only the last part of private paths."""
     from huggingface_hub import get_token
 
     text = _UPLOADS.sub("", _LAUNCH.sub("", public_config(toml)))

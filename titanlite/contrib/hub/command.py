@@ -88,7 +88,7 @@ def export(weights: Weights, target: Path, arguments: argparse.Namespace) -> Pat
     """Write a checkpoint as a folder of Hugging Face's or PEFT's; return it. Raises
     CheckpointError.
 
-    Exported weights are where they are; those of a store are fetched.
+    Exported weights stay where they are, or are fetched from a store.
     """
     if isinstance(weights.path, Path) and weights.manifest is None:
         return weights.path

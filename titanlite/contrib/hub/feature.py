@@ -30,7 +30,6 @@ class HubFeature(Feature):
         self.section = config.checkpoint
 
     def machine_problems(self, run: RunConfig, args: Any | None) -> Iterator[Problem]:
-        """Ask the hub before any work, on rank 0; then see that the model has an export."""
         from titanlite.contrib.hub.upload import HubError, open_repository
         from titanlite.dist.launch_env import this_rank
 

@@ -46,7 +46,7 @@ class Weights:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Return the figures of metrics.jsonl for the step of these weights."""
+        """Return the figures of metrics.jsonl for this step."""
         found: dict[str, float] = {}
         for row in self.run.rows:
             if row["step"] == self.step:
@@ -55,11 +55,11 @@ class Weights:
 
 
 def find_weights(source: AnyPath) -> Weights:
-    """Return the weights that a path means.
+    """Return the weights of a run or its checkpoints (the newest valid one), of one `step-N`, or
+    exported ones.
 
-    source: a run or its folder of checkpoints (the newest valid one), one `step-N`, or exported
-    weights. Raises CheckpointError; LinkError for a link, which could lead to a file that nobody
-    meant to upload.
+    Raises CheckpointError; LinkError for a link, which could lead to a file that nobody meant to
+    upload.
     """
     is_export = source.is_dir() and (holds_adapters(source) or holds_weights(source))
     path = source if is_export else checkpoint_of(source)

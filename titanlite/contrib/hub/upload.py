@@ -33,9 +33,10 @@ class HubError(RuntimeError):
 
 
 def open_repository(repository: str, private: bool | None) -> Any:
-    """Return the client of the hub for a repository that takes uploads, made if it is not there.
+    """Return the hub's client for a repository that takes uploads and is made if need be. Raises
+    HubError.
 
-    private: None: as its owner has chosen for new ones. Raises HubError.
+    private: None: as its owner has chosen.
     """
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
 
@@ -63,8 +64,7 @@ def upload(
 ) -> str:
     """Upload files in one commit, in place of older weights; return its URL. Raises HubError.
 
-    The branch is made if it is not there. The client sends no file that the hub has. A README.md
-    that no upload of titanlite wrote stays.
+    The branch is made if need be. A README.md that no upload of titanlite wrote stays.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
     from huggingface_hub.utils import filter_repo_objects

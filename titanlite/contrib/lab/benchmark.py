@@ -149,10 +149,8 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def levels_of(config: str, overlays: Sequence[str], skipped: Sequence[str]) -> dict[str, list[str]]:
-    """Return files and flags by level: the four of a config without those `skipped`, then each
-    overlay NAME=FILE.toml over the first.
-
-    Raises ConfigError.
+    """Return files and flags by level: the four of a config without `skipped` ones, then each
+    overlay NAME=FILE.toml over the first. Raises ConfigError.
     """
     found = {}
     on: list[str] = []
@@ -176,8 +174,8 @@ def levels_of(config: str, overlays: Sequence[str], skipped: Sequence[str]) -> d
 
 
 def common_flags(default: Sequence[str], flags: Sequence[str], steps: int, ranks: int) -> list[str]:
-    """Return the flags of all runs: their length, one seed, and the config's own rates for these
-    steps. flags: of the user.
+    """Return the flags of all runs: their length, one seed, the config's own rates for these steps,
+    and those of the user.
     """
     base, problems = read([*default, *flags])
     refuse(problems)
@@ -198,9 +196,8 @@ def common_flags(default: Sequence[str], flags: Sequence[str], steps: int, ranks
 def _make_runs(
     members: Mapping[tuple[str, int], Member], folder: Path, ranks: int, levels: int
 ) -> dict[tuple[str, int], Run]:
-    """Make the missing runs; return all that are done. A run that fails is the last one.
-
-    members: by level and repeat. Each repeat starts with another level.
+    """Make the missing runs, each repeat from another level; return all that are done. A run that
+    fails is the last one.
     """
     finished = {}
     keys = list(members)

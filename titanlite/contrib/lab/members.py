@@ -83,7 +83,7 @@ class MemberResult:
 def check_members(
     members: Sequence[Member], config_args: Sequence[str], folder: Path, nproc: int
 ) -> list[RunConfig]:
-    """Check the config of each run as `titanlite config check` does, and what its folder has.
+    """Check the config of each run as `titanlite config check` does, and its folder.
 
     Raises MemberError with the problems of the first run that cannot start.
     """
@@ -103,7 +103,6 @@ def check_members(
 
 
 def _shared(run: RunConfig, own: Path) -> list[Problem]:
-    """Return places outside of the run's own folder: all runs would write there."""
     found = {}
     if not Path(run.checkpoint.folder).resolve().is_relative_to(own.resolve()):
         found["checkpoint.folder"] = run.checkpoint.folder
@@ -117,9 +116,8 @@ def _shared(run: RunConfig, own: Path) -> list[Problem]:
 
 
 def _changes(config: LoadedConfig, run: RunConfig, own: Path) -> list[Problem]:
-    """Return the keys in which an earlier run in the folder differs.
-
-    Other ranks count as a change where the batch follows from them.
+    """Return the keys in which an earlier run in the folder differs, with ranks where the batch
+    follows from them.
     """
     try:
         old = (own / CONFIG).read_text(encoding="utf-8")
@@ -146,12 +144,11 @@ def run_members(
 ) -> list[MemberResult]:
     """Run the members that are not done, one after the other; return how all stand, in their order.
 
-    A run that was stopped resumes from its checkpoint, or starts again without one; one that fails
-    does not end the others. config_args: files and flags that all share. nproc: ranks of each.
+    A stopped run resumes from its checkpoint, or starts again without one; one that fails does not
+    end the others. config_args: files and flags that all share. nproc: ranks of each.
 
-    Call it from the main thread. Raises MemberError before any run starts, LockedError where
-    another process holds the folder, and `processes.Stopped` on Ctrl-C and SIGTERM, when the run
-    has ended.
+    Call it from the main thread. Raises MemberError before any run starts, LockedError for a folder
+    of another process, and `processes.Stopped` on Ctrl-C and SIGTERM, when the run has ended.
     """
     check_members(members, config_args, folder, nproc)
     results = []

@@ -89,7 +89,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 def points_of(table: Entry) -> list[Values]:
     """Return the points of a table [sweep]: each of `points` with all combinations of the lists.
 
-    Raises ConfigError with all that is wrong in the table.
+    Raises ConfigError with all that is wrong.
     """
     lists = dict(_flat(table.value))
     problems = []
@@ -194,7 +194,7 @@ def _order(result: MemberResult) -> tuple[bool, float]:
 
 
 def shown(value: Any) -> str:
-    """Return a value for people: a text without quotes, a float as short as it can be."""
+    """Return a text without quotes, a float as short as it can be."""
     if isinstance(value, str):
         return value
     if isinstance(value, float) and float(f"{value:g}") == value:

@@ -48,9 +48,9 @@ class Copies:
         """Send this rank's part to its keepers while it receives others'; return the folders of
         copies.
 
-        All ranks call it together. written: size and hash of each rank's part. A copy that cannot
-        be kept is a warning on its rank. Raises RuntimeError, perhaps on few ranks, where a
-        connection is lost.
+        All ranks call it together. written: size and hash of each part. A copy that cannot be kept
+        is a warning on its rank. Raises RuntimeError, perhaps on few ranks, where a connection is
+        lost.
         """
         incoming = {}
         for owner in self.owners:
@@ -91,11 +91,9 @@ def plan_copies(
 
 
 def places_of(found: Sequence[tuple[str, int, int]]) -> list[Hashable]:
-    """Return what stands for the node of each rank, from host name, device and number of the
-    folder.
+    """Return what stands for each rank's node, from host name, device and number of the folder.
 
-    Several disks of a node are one place: they are lost together. On a single host they stand for
-    nodes.
+    Disks of a node are one place, as they are lost together. On a single host they stand for nodes.
     """
     hosts = [host for host, _, _ in found]
     if len(set(hosts)) > 1:
@@ -104,9 +102,8 @@ def places_of(found: Sequence[tuple[str, int, int]]) -> list[Hashable]:
 
 
 def keepers_of(places: Sequence[Hashable], number: int) -> list[list[int]]:
-    """Return for each rank the ranks on the next nodes that keep its copies.
-
-    places: of each rank; equal for ranks of one node.
+    """Return for each rank the ranks on the next nodes that keep its copies. places: equal for
+    ranks of one node.
     """
     nodes: dict[Hashable, list[int]] = {}
     for rank, place in enumerate(places):
@@ -128,8 +125,8 @@ def transfer(
 ) -> None:
     """Send files (rank → path and size) while those of other ranks arrive, block by block.
 
-    All ranks call it together. What cannot be read is sent as zeros, and the receiver finds that by
-    the hash. Raises RuntimeError, perhaps on few ranks, where a connection is lost.
+    All ranks call it together. Unreadable bytes are sent as zeros, which the hash reveals. Raises
+    RuntimeError, perhaps on few ranks, where a connection is lost.
     """
     sizes = [size for _, size in outgoing.values()]
     sizes += [one.written.size for one in incoming.values()]
@@ -178,9 +175,8 @@ class Incoming:
                 self._stream.write(block.numpy().data)
 
     def finish(self, read_back: bool = False) -> str:
-        """Make the part durable, and compare it; return what is wrong with it, "": nothing.
-
-        Its manifest may follow. A bad one is deleted.
+        """Make the part durable, and compare it; return what is wrong with it, "": nothing. A bad
+        one is deleted.
         """
         with self._problems():
             if self._stream is not None:

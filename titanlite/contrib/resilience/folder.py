@@ -43,8 +43,8 @@ class LocalFolder:
     def manifests(self) -> tuple[dict[str, Manifest], list[str]]:
         """Return the manifests on this node by the id of the save, and what is wrong with others.
 
-        A part without a manifest is of a save that was cut short, or was never told to be whole.
-        Raises NewerFormatError for a save of a later titanlite.
+        A part without one is of a save that never became whole. Raises NewerFormatError for one of
+        a later titanlite.
         """
         found = {}
         problems = []
@@ -61,7 +61,7 @@ class LocalFolder:
         return found, problems
 
     def parts_of(self, manifest: Manifest) -> list[int]:
-        """Return the ranks whose parts of a save are here with the right length, with or without
+        """Return the ranks whose parts of a save are here with the right length, even without
         manifests.
         """
         found = set()
@@ -95,9 +95,8 @@ class LocalFolder:
                 remove(folder)
 
     def _steps(self) -> Iterator[tuple[int, Path]]:
-        """Yield each folder of a part with the rank that the part is of.
-
-        A disk that cannot be read is a lost one: other nodes may have its parts.
+        """Yield each folder of a part with its rank. An unreadable disk counts as lost: other nodes
+        may have its parts.
         """
         folders = []
         with contextlib.suppress(OSError):
@@ -118,8 +117,8 @@ def part_name(rank: int) -> str:
 
 
 def part_path(folder: Path, save: str) -> Path:
-    """Return the file with a rank's tensors. Its name tells the save, so no other save's file is
-    taken for it.
+    """Return the file with a rank's tensors, named by the save so that no other's is taken
+    for it.
     """
     return folder / f"{save}.safetensors"
 
@@ -141,8 +140,8 @@ def publish(folders: Sequence[Path], content: bytes) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a part of a save, the manifest first, as far as possible; another rank of the node may
-    be faster.
+    """Delete a part of a save, the manifest first, as far as possible; another rank may be
+    faster.
     """
     with contextlib.suppress(OSError):
         os.remove(folder / FILE)
@@ -153,7 +152,7 @@ class Past(NamedTuple):
     """The local saves that a restart may take, on any node.
 
     Each start, and each rollback, begins a new line of the run, from one save. What earlier lines
-    saved after that one is abandoned. A run that goes on without local saves abandons all
+    saved after it is abandoned. A run without local saves abandons all
     (`titanlite.checkpoint.manager`).
     """
 

@@ -157,7 +157,7 @@ class TieredLoader(Loader):
 
 
 def _shared_state(shared: AnyPath) -> tuple[Past, int]:
-    """Return the run's past, and the step of its newest shared checkpoint, damaged ones too."""
+    """The newest step counts damaged checkpoints too."""
     matches = map(NAMES.fullmatch, entries(shared))
     steps = [int(match[1]) for match in matches if match is not None and match[1]]
     return read_past(shared), max(steps, default=-1)
@@ -166,7 +166,7 @@ def _shared_state(shared: AnyPath) -> tuple[Past, int]:
 def _gather_manifests(
     folder: LocalFolder, group: dist.ProcessGroup
 ) -> tuple[list[Manifest], list[str]]:
-    """Return the manifests that any rank has, each sent once, and what is wrong with others."""
+    """Return the manifests of any rank, each sent once, and what is wrong with others."""
     mine, problems = on_each_rank(folder.manifests, group)
     known = gather_objects((sorted(mine), problems), group)
     first: dict[str, int] = {}

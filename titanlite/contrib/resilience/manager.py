@@ -42,7 +42,7 @@ _LETTERS = 16
 class TieredCheckpointer(Checkpointer):
     """Saves and resumes one run, from its shared folder and from `config.local_folder`.
 
-    All ranks make one and make the same calls. Raises CheckpointError, on all ranks, where a rank
+    All ranks make one and make the same calls. Raises CheckpointError, on all ranks, where one
     cannot write to the local folder.
     """
 
@@ -87,9 +87,8 @@ class TieredCheckpointer(Checkpointer):
         return loaded
 
     def _settle(self, loaded: LoadedState | None) -> None:
-        """Begin a new line of the run, from what was taken: nothing newer comes back later.
-
-        Later steps are trained again, so their old saves are of an abandoned past.
+        """Begin a new line of the run, from what was taken: saves of later steps must not come
+        back.
         """
         step = -1
         if loaded is not None and loaded.origin == "resume":
@@ -129,8 +128,8 @@ class TieredCheckpointer(Checkpointer):
     ) -> None:
         """Write the local save of `step`; with `config.async_mode`, beside the next steps.
 
-        A failure, also of the network, is a warning, since a shared checkpoint follows. Raises
-        WeightsError, on all ranks, as `save` does.
+        A failure is a warning, since a shared checkpoint follows. Raises WeightsError, on all
+        ranks, as `save` does.
         """
         assert self._group is not None, "closed"
         self.wait_for_local()
@@ -193,9 +192,8 @@ class TieredCheckpointer(Checkpointer):
 def local_root(config: Checkpoint, world: DistEnv, group: dist.ProcessGroup | None) -> Path:
     """Return the folder of this run's local saves on this node. All ranks call it together.
 
-    The name depends on an id beside the shared checkpoints, and on their place. So a run begun
-    anew, or a copy of one, has another name. Raises CheckpointError, on all ranks, where one of
-    them cannot write there.
+    It is named by an id beside the shared checkpoints and their place, so a run begun anew, or a
+    copy, has another. Raises CheckpointError, on all ranks, where one cannot write there.
     """
     name = on_rank_0(world, lambda: _run_name(to_path(config.folder)), group)
     folder = Path((config.local_folder or "").replace("{local_rank}", str(this_rank().local_rank)))
@@ -217,7 +215,7 @@ def local_root(config: Checkpoint, world: DistEnv, group: dist.ProcessGroup | No
 
 
 def _run_name(shared: AnyPath) -> str:
-    """On rank 0: return the name of a run's local folders. The first start makes its id."""
+    """Call it on rank 0. The first start makes its id."""
     path = shared / RUN_ID
     place = str(shared)
     if isinstance(shared, Path):

@@ -57,7 +57,7 @@ def _header(tensors: Tensors) -> bytes:
 def read_part(path: Path, tensors: Tensors) -> None:
     """Fill this rank's part of `tensors` from a file, which may hold more.
 
-    Raises CheckpointError where the file lacks one, or holds another place of it.
+    Raises CheckpointError where the file lacks one, or has another place of it.
     """
     from safetensors import SafetensorError, safe_open
 

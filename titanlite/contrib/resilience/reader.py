@@ -93,7 +93,7 @@ class LocalReader:
     def collect(self) -> str | None:
         """Find, compare and copy the parts; return why that cannot be, the same on all ranks.
 
-        A part of this rank that is found to be damaged is deleted.
+        A damaged part of this rank is deleted.
         """
         sources = self._verified()
         problem = self._share_generators()
@@ -128,7 +128,7 @@ class LocalReader:
         return "; ".join([text, *sorted(set(self._bad.values()))[:3]])
 
     def _verified(self) -> list[Source | None]:
-        """Return a source for each rank, compared; None: there is none."""
+        """Return a compared source for each rank, or None."""
         compared: set[Source] = set()
         while True:
             plan = [self._source(rank) for rank in range(self.world.size)]
@@ -143,7 +143,7 @@ class LocalReader:
     def _source(self, rank: int) -> Source | None:
         """Return where a rank gets its part from: its own, one on its node, one of another node.
 
-        With several nodes each rank sends its own part, so that all share the work.
+        With several nodes each rank sends its own, to share the work.
         """
         sources = self._by_hash[self.manifest.hashes[part_name(rank)]]
         return min(
@@ -165,7 +165,6 @@ class LocalReader:
         return ""
 
     def _share_generators(self) -> str | None:
-        """Get the random generators of all ranks from the first rank that has them."""
         mine = self._read_generators()
         have = gather_objects(bool(mine), self.group)
         if True not in have:
@@ -184,9 +183,8 @@ class LocalReader:
         return b""
 
     def _copy(self, plan: Sequence[Source]) -> str | None:
-        """Give each rank a path to its part, over the network where its node has none.
-
-        Return what failed, the same on all ranks.
+        """Give each rank a path to its part, over the network if need be; return what failed, the
+        same on all ranks.
         """
         rank = self.world.rank
         self.path = self.local.path_of(plan[rank].owner, self.manifest)

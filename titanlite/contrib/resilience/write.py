@@ -34,8 +34,8 @@ from titanlite.utils import sync
 class LocalWriter:
     """Writes local saves. All ranks make one and call it together.
 
-    keep: saves that stay on a node. read_back: compare each file with its hash after the write.
-    layout: hash of where all ranks' tensors lie. line: as `Past.line`.
+    keep: saves on a node. read_back: compare each file with its hash after the write. layout: hash
+    of where all tensors lie. line: as `Past.line`.
     """
 
     world: DistEnv

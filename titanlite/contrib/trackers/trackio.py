@@ -13,7 +13,7 @@ from titanlite.metrics.trackers import PROJECT, Tracker
 class TrackioTracker(Tracker):
     """Trackio finds a run by its name, so each run's name ends with a unique id.
 
-    Trackio's variables (TRACKIO_DIR, TRACKIO_SERVER_URL, TRACKIO_SPACE_ID, …) say where it writes.
+    Its variables (TRACKIO_DIR, TRACKIO_SERVER_URL, TRACKIO_SPACE_ID, …) say where it writes.
     """
 
     name = "Trackio"

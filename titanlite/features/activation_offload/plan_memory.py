@@ -50,7 +50,7 @@ class SentEvents(KeptEvents):
         yield from self._on_the_way(fetched)
 
     def _sending(self, block: str) -> int:
-        """Return the bytes of the two tensors that are on their way when a block is sent."""
+        """Return the bytes of the two tensors on their way when a block is sent."""
         before = self._sent
         if self.sizes.mode(block) == "none":
             width = self.sizes.shape_of(block).args.ffn_width

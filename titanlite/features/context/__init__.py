@@ -83,7 +83,7 @@ class ContextParallel(Feature):
         step.traffic["context traffic"] = self.traffic
 
     def traffic(self, step: StepSizes) -> float:
-        """Return the seconds in which a micro-batch gathers keys and values, and scatters their
+        """Return the seconds of a micro-batch's gathers of keys and values, and of their
         gradients.
         """
         mesh = step.mesh

@@ -31,9 +31,9 @@ class ContextAttention(nn.Module):
     """Causal attention of this rank's queries to the keys of the whole sequence.
 
     Keys and values are gathered before they are repeated for groups of queries. Keys after a
-    chunk's end, or before the window of its first query, are not multiplied. replaced: what it
-    takes the place of. Its `window` is as for `SdpaAttention`, its `chunk` as for
-    `ChunkedAttention` of Llama 4; where `has_sinks`, `forward` gets them.
+    chunk's end, or before the window of its first query, are not multiplied. replaced: its `window`
+    is as for `SdpaAttention`, its `chunk` as for `ChunkedAttention` of Llama 4; where `has_sinks`,
+    `forward` gets them.
     """
 
     def __init__(self, cp_rank: CPRank, replaced: nn.Module | None = None) -> None:
@@ -55,7 +55,7 @@ class ContextAttention(nn.Module):
         """Return for each chunk the mask of its queries over its keys; None: causal, in the window.
 
         doc_ids: of the whole sequence, [batch, seq] int: masks [batch, 1, chunk, keys] bool. None:
-        torch's `CausalBias`, which attention kernels for GPUs know.
+        torch's `CausalBias`, which GPU kernels know.
         """
         chunk = self.cp_rank.seq_len // (2 * self.cp_rank.degree)
         spans = self._spans(chunk)

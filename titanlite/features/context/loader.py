@@ -17,8 +17,8 @@ from titanlite.features.context.ranks import CPRank
 def split_batch(batch: Batch, mesh: DeviceMesh) -> Batch:
     """Return this rank's part of a batch that is the same on all ranks of its "cp" group.
 
-    Parts do not overlap, so valid tokens and losses add up over ranks. Where no ranks share
-    sequences, the part is the batch itself.
+    Parts do not overlap, so valid tokens and losses add up over ranks. Without such ranks it is the
+    batch itself.
     """
     cp_rank = CPRank.of(mesh)
     return batch if cp_rank.degree == 1 else _part(batch, cp_rank)

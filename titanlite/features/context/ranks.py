@@ -58,9 +58,7 @@ class CPRank:
         return torch.cat([x.narrow(dim, index * chunk, chunk) for index in self.chunks], dim)
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
-        """Return the whole from every rank's `part`, in the order of the sequence;
-        differentiable.
-        """
+        """Return the whole from every rank's `part`; differentiable."""
         parts = _all_gather(x.unsqueeze(0).contiguous(), 0, self.group).unbind(0)
         # Each `unbind` and `chunk` is one node of the graph, whose backward makes one copy; a
         # slice's makes one each.

@@ -55,7 +55,7 @@ class MoELayers:
     # The model: `titanlite.assembly.model` calls this, and `titanlite.assembly.phase_resize`
 
     def set_step_tokens(self, model: nn.Module, tokens: int) -> None:
-        """Tell each layer the tokens of a step, by which the losses of routers are divided."""
+        """Tell each layer the tokens of a step, by which routers' losses are divided."""
         modules: dict[str, Any] = dict(model.named_modules())
         for name in self.experts:
             if name in modules:  # a pipeline stage has some of them
@@ -136,7 +136,7 @@ class ExpertParallel(Feature):
         step.traffic["expert traffic"] = self.traffic
 
     def traffic(self, step: StepSizes) -> float:
-        """Return the seconds of a micro-batch's all-to-alls: two in a block's forward, two in its
+        """Return the seconds of a micro-batch's all-to-alls: a block has two in forward, two in
         backward, and those of recomputation.
         """
         tokens = step.tokens / step.mesh.tensor

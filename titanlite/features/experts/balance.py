@@ -19,8 +19,7 @@ class ExpertBalance:
     """Counts the rows of each expert in a step, over all ranks, and moves the biases.
 
     A step has one all-reduce of integers, and no wait of the host. Only the sign of a difference
-    counts. So recomputed blocks, and ranks with the same tokens, may count all rows of a layer
-    several times.
+    counts, so recomputed blocks and ranks with the same tokens may count rows several times.
 
     experts: their number by MoE layer of the whole model, the same in all. step: by which a bias
     moves.
@@ -42,15 +41,12 @@ class ExpertBalance:
                 self._layers[row].load = self._loads[row]
 
     def begin(self) -> None:
-        """Forget all rows: a step begins."""
         self._loads.zero_()
 
     @torch.no_grad()
     def update(self, ok: Tensor) -> None:
-        """Move the biases by the rows of this step.
-
-        ok: 0-dim bool on the device, the same on all ranks; without it they stay. All ranks call it
-        together.
+        """Move the biases by the rows of this step, if `ok` (0-dim bool on the device, the same on
+        all ranks). All ranks call it together.
         """
         dist.all_reduce(self._loads)
         # Integers: no rounding decides whether a load equals the mean.

@@ -50,8 +50,8 @@ def _all_to_all(
 
 @torch.library.custom_op("titanlite::sizes_on_host", mutates_args=())
 def _on_host(sizes: Tensor) -> Tensor:
-    """Copy sizes to the host, which waits; an operator, so that a policy of activation
-    checkpointing can save its result.
+    """Copy sizes to the host, which waits. As an operator its result can be saved by activation
+    checkpointing.
     """
     return sizes.to("cpu", copy=True)
 
@@ -62,8 +62,6 @@ def _(sizes: Tensor) -> Tensor:
 
 
 class _Move(torch.autograd.Function):
-    """`Route.move`: a permutation over all ranks, whose gradient goes the way back."""
-
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: Route, there: bool) -> Tensor:
         ctx.route, ctx.there = route, there
@@ -75,9 +73,8 @@ class _Move(torch.autograd.Function):
 
 
 def save_sizes(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save how many rows go to the experts of each rank, and recompute all else.
-
-    Otherwise the host would wait for these numbers once more.
+    """Save how many rows go to each rank's experts, for which the host would wait again; recompute
+    all else.
     """
     name = str(op)
     is_exchange = name == "_c10d_functional.all_to_all_single.default"
@@ -98,18 +95,16 @@ class Exchange:
 
     @staticmethod
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return contexts for `torch.utils.checkpoint` of a block around it."""
         contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
         contexts = create_selective_checkpoint_contexts(save_sizes)
         return contexts
 
     @torch._disable_dynamo  # `torch.compiler.disable` would import the compiler now
     def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Route]:
-        """Send rows to the ranks of their experts.
+        """Send rows [rows, dim], sorted by expert, to the ranks of their experts.
 
-        rows: [rows, dim], sorted by expert. counts: [experts] int64, of this rank's rows. Returns
-        the rows for this rank's experts, sorted by expert, their counts [local experts], and the
-        route for `combine`.
+        counts: [experts] int64, of this rank's rows. Returns the rows for this rank's experts,
+        sorted by expert, their counts [local experts], and the route for `combine`.
         """
         sent = counts.view(self.ranks, -1)
         received = _all_to_all(counts, None, None, self.group).view_as(sent)

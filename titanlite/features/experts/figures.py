@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class ExpertFigures(Callback):
-    """Tells how even the load of experts has been since the last log. It must run before the log.
+    """Tells how even the load of experts has been since the last log, before which it must run.
 
-    experts: of each MoE layer in the whole model, by name; a pipeline stage has some of them.
+    experts: of each MoE layer in the whole model, by name.
     """
 
     def __init__(
@@ -51,9 +51,7 @@ class ExpertFigures(Callback):
         return sums
 
     def figures(self, trainer: Trainer, sums: list[float]) -> dict[str, float]:
-        """Return means over tokens and layers. Ranks that count the same tokens do not
-        change them.
-        """
+        """Return means over tokens and layers."""
         shares, entropies, losses = {}, [], []
         for name, experts in self._experts.items():
             rows = sums[:experts]

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
 
 def most_ranks(mesh: MeshSizes) -> int:
-    """Return how many ranks can share the experts: those that share the weights, and their
-    tensor-parallel ranks.
+    """Return how many ranks can share the experts: the tensor-parallel ones and those that share
+    the weights.
     """
     return mesh.weight_shards * mesh.tensor
 

@@ -29,11 +29,11 @@ _EP = "ep"
 
 
 def expert_mesh(mesh: DeviceMesh, ranks: int) -> DeviceMesh:
-    """Divide the ranks with different tokens and the same experts: return [expert_shard, ep], or
-    with replicas one dimension before them.
+    """Divide the ranks with different tokens and the same experts: [expert_shard, ep], with
+    replicas one dimension before.
 
-    The `ranks` that share the experts are neighbours in the mesh. Ranks of `expert_shard` hold the
-    same experts and shard them. It makes process groups: call it once.
+    The `ranks` that share the experts are neighbours; those of `expert_shard` hold the same ones.
+    It makes process groups: call it once.
     """
     if mesh["tp"].size() == 1:
         weights = fsdp_mesh(mesh)
@@ -62,11 +62,11 @@ def _check_divides(ranks: int, most: int) -> None:
 
 
 def apply_ep(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide the experts of `model` over the ranks of a one-dimensional mesh, in place.
+    """Divide the experts of `model` over a one-dimensional mesh, in place, after tensor
+    parallelism.
 
     Experts are modules with an attribute `exchange`, which becomes an `Exchange`. Their parameters
-    [experts, …] are divided along the first dimension. Call it after tensor parallelism, which
-    leaves experts whole.
+    [experts, …] are divided along the first dimension.
     """
     for name, module in model.named_modules():
         if not hasattr(module, "exchange"):
@@ -96,7 +96,7 @@ def _whole(parameter: nn.Parameter, name: str) -> Tensor:
 
 def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
     """Return a `shard_placement_fn` that shards experts over a mesh of `expert_mesh` without its
-    last dimension, others as usual.
+    last dimension.
 
     One group then gathers weights of both kinds, so the exchange's wait for the host delays no
     all-gather.

@@ -62,13 +62,11 @@ class Float8Feature(Feature):
         self.section = config.float8
 
     def choices(self, linears: Linears) -> list[Float8Choice]:
-        """Decide for each kind of linear of the whole model."""
         return choose_linears(linears, self.section, self.multiple)
 
     # The model: `titanlite.parallel.parallelize` calls these, each at its place
 
     def convert(self, builder: ModelBuilder, model: nn.Module) -> None:
-        """Runs before tensor parallelism."""
         from titanlite.features.float8.convert import COMPILE_OPTIONS, apply_float8
 
         if builder.run.compile.backend == "inductor":
@@ -85,7 +83,6 @@ class Float8Feature(Feature):
             )
 
     def after_sharding(self, builder: ModelBuilder, model: nn.Module) -> None:
-        """Let FSDP send float8 weights over a backend that does not know them."""
         from titanlite.features.float8 import gathered, tensor_parallel
 
         gathers = self.section.enable_fsdp_float8_all_gather
@@ -95,7 +92,7 @@ class Float8Feature(Feature):
     # The step: `titanlite.assembly` calls this
 
     def after_update(self, model: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
-        """Return what a step calls when the weights are new: it finds their scales."""
+        """Return what finds the scales of new weights after each step."""
         from titanlite.features.float8.gathered import ScalePrecompute
         from titanlite.step import do_nothing
 

@@ -38,8 +38,8 @@ def choose_linears(
 ) -> list[Float8Choice]:
     """Decide for each linear of a model, by kind and in its order.
 
-    multiple: K and N of a product on one rank must be multiples of it. The head stays: every recipe
-    changes the loss when logits are rounded.
+    multiple: of K and N of a product on one rank. The head stays: every recipe changes the loss
+    when logits are rounded.
     """
     found: dict[tuple[str, Size, str], list[str]] = {}
     for name, size in linears.sizes.items():

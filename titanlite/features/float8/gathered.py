@@ -17,10 +17,9 @@ from titanlite.parallel.meshes import fsdp_mesh
 
 
 class ScalePrecompute:
-    """Computes the scales of all weights that are gathered in float8, with one all-reduce after
-    each update.
+    """Computes the scales of all weights that are gathered in float8, after each update.
 
-    Without it each weight has its own all-reduce whenever it is gathered. The scales are the same.
+    One all-reduce replaces that of each weight and gather. The scales are the same.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -54,10 +53,9 @@ def forget_scale(weight: Tensor) -> None:
 
 
 def gather_as_bytes(model: nn.Module) -> None:
-    """Let FSDP gather float8 weights as bytes, since gloo knows no float8. Call it after
-    `apply_fsdp`.
+    """Let FSDP gather float8 weights as bytes after `apply_fsdp`, since gloo knows no float8.
 
-    Only groups whose weights are all in float8 need it: FSDP itself sends the others as bytes.
+    FSDP itself does so in groups that mix dtypes.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 

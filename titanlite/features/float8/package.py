@@ -46,8 +46,8 @@ def release(version: str) -> tuple[int, ...]:
 
 @functools.cache
 def torchao() -> Any:
-    """Import `torchao.float8`, which takes seconds, without its log lines and warnings: most are
-    about kernels for other devices.
+    """Import `torchao.float8`, which takes seconds, without its log lines and warnings about other
+    devices.
     """
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)

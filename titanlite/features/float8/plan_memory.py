@@ -49,7 +49,7 @@ class Float8Memory(ProductMemory):
         )
 
     def kept_by_gather(self, numbers: int, takers: frozenset[str]) -> int:
-        """Where all takers are converted, they keep what they share in float8: a byte a number."""
+        """If all takers are converted, they keep their shared input in float8, a byte a number."""
         return numbers if takers and takers <= self.names else 0
 
     def gathered_bytes(self, key: str) -> int:

@@ -76,8 +76,8 @@ def _casts(section: Float8, step: StepSizes, choices: Sequence[Float8Choice]) ->
 def _cast_inputs(step: StepSizes, linear: Float8Choice, choices: Sequence[Float8Choice]) -> float:
     """Return how many of a token's numbers are cast for the input of a linear.
 
-    Compiled linears with the same input share the cast; under tensor parallelism each rank casts
-    its tokens before the gather.
+    Compiled linears with the same input share the cast; tensor-parallel ranks cast before the
+    gather.
     """
     name = linear.names[0]
     how = step.tensor_plan.get(name)

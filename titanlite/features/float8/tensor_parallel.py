@@ -19,10 +19,9 @@ KINDS = ("colwise", "gathered", "rowwise")
 
 
 def sends_float8(mesh: DeviceMesh) -> bool:
-    """Whether ranks can send each other float8 tensors.
+    """Whether ranks can send each other float8 tensors; gloo cannot, and casts what was sent.
 
-    gloo cannot: there tensors are cast after they were sent. The scale is that of all parts, so the
-    numbers are the same.
+    The scale is that of all parts, so the numbers are the same.
     """
     return not (mesh.device_type == "cpu" and dist.get_backend(mesh.get_group()) == "gloo")
 
@@ -62,11 +61,9 @@ def _cast_when_sent() -> tuple[Any, Any]:
 # One function for all blocks: `titanlite.parallel.tensor` makes one class for each.
 @functools.cache
 def input_cast() -> Callable[[Tensor, Any], Tensor]:
-    """Return a function (x, linear) → x in float8, as `linear` and others of its recipe would cast
-    it.
+    """Return a function (x, linear) → x in float8, as linears of that recipe would cast it.
 
-    A cast before the all-gather halves its bytes, and happens once for all linears with the same
-    input.
+    A cast before the all-gather halves its bytes, and happens once for linears with one input.
     """
     # Outside of compiled code, which cannot import.
     float8 = torchao()

@@ -79,7 +79,6 @@ class LoraFeature(Feature):
         freeze(model)
 
     def after_sharding(self, builder: ModelBuilder, model: nn.Module) -> None:
-        """Let a backward gather no weights that it does not need."""
         from titanlite.features.lora.modules import skip_unused_gathers
 
         skip_unused_gathers(model)
@@ -108,7 +107,6 @@ class LoraFeature(Feature):
         return FrozenBase(run.checkpoint, world, adapters, fingerprints, about)
 
     def checkpoint(self, section: Checkpoint) -> Checkpoint:
-        """Return the section by which a run saves and loads its adapters."""
         # `initial_load_path` names the frozen weights.
         return replace(section, initial_load_path=self.section.adapter, initial_load_in_hf=False)
 

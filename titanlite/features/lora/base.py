@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 class FrozenBase:
     """Loads the weights under the adapters, and tells checkpoints which they are.
 
-    section: its `initial_load_path` names them. fingerprints, about: of the run's checkpoints. A
-    load adds the hash of the weights to the first, and their place to the record of adapters in the
-    second.
+    section: its `initial_load_path` names them. A load adds their hash to `fingerprints` of the
+    run's checkpoints, and their place to the record of adapters in `about`.
     """
 
     def __init__(

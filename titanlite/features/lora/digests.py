@@ -35,7 +35,7 @@ def digest_of_tensor(tensor: Tensor) -> str:
 def digests_of(tensors: Mapping[str, Tensor], names: list[str]) -> dict[str, str]:
     """Return name → hash of tensors that all ranks share. All ranks call it together.
 
-    names: of the tensors of all ranks, in one order.
+    names: of all ranks, in one order.
     """
     device = next(iter(tensors.values())).device
     if dist.get_backend() == "gloo":
@@ -88,7 +88,7 @@ def _part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
 
 @torch.no_grad()
 def _sum(part: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """Return the hash of a part as a number. shape: of the whole, a stack of matrices or less."""
+    """shape: of the whole, a stack of matrices or less."""
     if part.numel() == 0:
         return 0
     if part.ndim < 2:
@@ -107,7 +107,7 @@ def _sum(part: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> int:
 def _matrices(
     part: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]
 ) -> Iterator[tuple[Tensor, int]]:
-    """Yield the matrices of a part, each with the number of its first row in the whole."""
+    """Yield the matrices of a part with their first row in the whole."""
     if part.ndim == 2:
         yield part, offset[0]
         return

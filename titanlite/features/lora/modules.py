@@ -28,7 +28,7 @@ def add_adapters(
 ) -> None:
     """Give the linears of a model or pipeline stage on the meta device their adapters, in place.
 
-    Adapters have the dtype of the weights; those then have `frozen_dtype`. Raises TypeError for a
+    Adapters take over the dtype of the weights, which get `frozen_dtype`. Raises TypeError for a
     target that is no linear.
     """
     modules = dict(model.named_modules())
@@ -54,8 +54,8 @@ def freeze(model: nn.Module) -> None:
 def skip_unused_gathers(model: nn.Module) -> None:
     """Let no backward gather groups that run before the first adapter, as a frozen embedding.
 
-    torch gathers the group before each one ahead, and the backward never comes to these. Call it
-    after `fully_shard`.
+    torch gathers one group ahead, and the backward never comes to these. Call it after
+    `fully_shard`.
     """
     idle: list[FSDPModule] = []
     first: FSDPModule | None = None

@@ -62,7 +62,7 @@ _INIT = "init_lora_weights"
 
 
 def open_peft(path: Path, spec: ModelSpec, args: Any) -> Weights:
-    """Open the adapters in a folder of PEFT's: names and shapes; the tensors are read later.
+    """Open the adapters in a folder of PEFT's; the tensors are read later.
 
     `Weights.config` is their record. Raises CheckpointError, naming file, entry or tensor.
     """
@@ -116,7 +116,7 @@ def _settings(file: AnyPath) -> tuple[int, float, bool]:
 
 
 def _sizes(file: AnyPath, weights: Weights, rank: int) -> dict[str, Size]:
-    """Raises CheckpointError where a linear lacks one of its matrices."""
+    """Raises CheckpointError where a linear lacks a matrix."""
     found = {}
     for name in weights.parts:
         linear, _, _ = name.rpartition(".")
@@ -154,7 +154,7 @@ def save_peft(
     """Write adapters, by our names, as a folder of PEFT's, which appears when it is whole.
 
     base: path or name of the weights beside them. Raises CheckpointError when the folder exists, or
-    the model has no form for Hugging Face.
+    the model has no Hugging Face form.
     """
     from safetensors.torch import save_file
 

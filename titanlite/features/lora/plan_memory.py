@@ -19,7 +19,7 @@ from titanlite.plan.weights import Weight
 class LoraMemory(ProductMemory):
     """Products with weights that are not trained, some of them with an adapter beside.
 
-    A kind of linear with adapters in some blocks counts as one that has them in all.
+    A kind of linear with adapters in some blocks counts as in all.
     """
 
     trains: ClassVar[bool] = False

@@ -20,8 +20,8 @@ _SUM = 3
 
 
 def with_adapters(step: StepSizes, adapters: Adapters) -> ProductSpeed:
-    """Return the products of a step, frozen, with two narrow products and a sum beside each adapted
-    linear. Their backward has twice the products, and a sum of gradients.
+    """Return the products of a step, frozen, with two narrow ones and a sum beside each adapted
+    linear; in backward twice the products and a sum.
     """
     frozen = step.products
     products = 0.0

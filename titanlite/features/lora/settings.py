@@ -62,7 +62,7 @@ class Adapters:
     def init_rule(self, name: str) -> Init | None:
         """Return how a parameter is drawn; None: it belongs to no adapter.
 
-        A is drawn as torch's linears, B is zero: at first an adapter adds nothing.
+        A is drawn as torch's linears, B is zero: an adapter adds nothing at first.
         """
         linear, _, leaf = name.rpartition(".")
         if linear not in self.sizes or leaf not in (DOWN, UP):
@@ -72,7 +72,6 @@ class Adapters:
         return Init("uniform", bound=self.sizes[linear].in_features ** -0.5)
 
     def as_record(self) -> dict[str, Any]:
-        """Return what a manifest says of them."""
         return {
             "rank": self.rank,
             "alpha": self.alpha,
@@ -82,7 +81,7 @@ class Adapters:
 
     @property
     def fingerprint(self) -> str:
-        """Return what two runs must share for one to resume the other's adapters."""
+        """Two runs share it if one may resume the other's adapters."""
         way = "rslora" if self.rslora else "lora"
         return f"{way}, rank {self.rank}, alpha {self.alpha:g}, {', '.join(self.kinds)}"
 

@@ -92,7 +92,7 @@ def merged(files: AdapterFiles, base: Read, shapes: Mapping[str, Tensor]) -> Rea
     """Return a function that reads the weights with what their adapters add.
 
     shapes: name → a tensor of that shape. Raises CheckpointError where an adapter fits no weight;
-    the function does for weights that are not those of the training.
+    the function does for weights other than those trained.
     """
     for name, size in files.adapters.sizes.items():
         weight = shapes.get(f"{name}.weight")

@@ -48,9 +48,8 @@ class LossChunks(Feature):
         self.apply(model, builder.spec.head)
 
     def apply(self, model: nn.Module, head: str) -> None:
-        """Let a model or pipeline stage on the meta device compute its loss, in place.
-
-        head: name of the linear that computes the logits. Raises ValueError as `chunk_head` does.
+        """Let a model or pipeline stage on the meta device compute its loss, in place. Raises
+        ValueError as `chunk_head` does.
         """
         from titanlite.features.loss_chunks.head import chunk_head
 

@@ -29,11 +29,12 @@ from titanlite.parallel.feature_linear import FeatureLinear
 
 
 def chunk_head(model: nn.Module, chunks: int, head_name: str = "output") -> None:
-    """Let `model` compute its loss in at most `chunks` pieces of the tokens, in place.
+    """Let `model` compute its loss in at most `chunks` pieces of the tokens, in place; names and
+    weights stay.
 
-    The model hands `labels` and `loss`, arguments of its call, on to its head and returns the
-    head's result, as `titanlite.models.layers.Llama` does. So the head is called once, and
-    `fully_shard` gathers its weights once. Names and weights stay. Of a pipeline: for every stage.
+    The model hands `labels` and `loss` on to its head and returns the head's result, as
+    `titanlite.models.layers.Llama` does. So `fully_shard` gathers the head's weights once. Of a
+    pipeline: for every stage.
 
     Raises ValueError if chunks is below 1, the model takes no labels, or the head is no linear
     without bias, as after `fully_shard` or in float8.
@@ -59,7 +60,7 @@ def chunk_head(model: nn.Module, chunks: int, head_name: str = "output") -> None
 
 
 class ChunkedHead(nn.Linear, FeatureLinear):
-    """A head that computes the loss too. Made of a linear by `chunk_head`."""
+    """A head that computes the loss too, made of a linear by `chunk_head`."""
 
     chunks: int
     #: How logits are laid out over the ranks of tensor parallelism; None without it. Set by
@@ -71,8 +72,8 @@ class ChunkedHead(nn.Linear, FeatureLinear):
     ) -> Tensor:
         """Return the loss as a scalar; without labels the logits.
 
-        x: [batch, seq, dim]; labels: [batch, seq] int64. Under tensor parallelism x is this rank's
-        part of each sequence, labels are those of the whole.
+        x: [batch, seq, dim], under tensor parallelism this rank's part of each sequence; labels:
+        [batch, seq] int64, whole.
         """
         weight = self.weight
         if self.logits is None:
@@ -100,8 +101,6 @@ class ChunkedHead(nn.Linear, FeatureLinear):
 
 
 class _DividedHead(ColwiseParallel):
-    """Divides the weights of a head that gathers its input by itself, chunk by chunk."""
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         (module.logits,) = self.output_layouts  # type: ignore[assignment]
         return distribute_module(module, device_mesh, self._partition_linear_fn)
@@ -132,9 +131,8 @@ def _wants_gradient(tensor: Tensor) -> bool:
 class _ChunkedLoss(torch.autograd.Function):
     """Loss and gradients chunk by chunk, so that only one chunk's logits exist at a time.
 
-    Gradients are computed with the loss, so no product is computed twice, and what stays until the
-    backward is as large as the inputs. The backward multiplies by the loss's own gradient, a
-    scalar.
+    With gradients computed beside the loss no product is computed twice, and what stays is as large
+    as the inputs. The backward multiplies by the loss's own gradient, a scalar.
     """
 
     @staticmethod
@@ -194,7 +192,7 @@ def _of_chunk(
 ) -> tuple[Tensor, Tensor]:
     """A chunk's loss, and its gradient for the logits [tokens, vocab] (else the logits themselves).
 
-    A function, so that all else of the size of the logits is gone when it returns.
+    In a function, so that all else of that size is gone when it returns.
     """
     logits = rows @ weight.t()
     if not differentiate:

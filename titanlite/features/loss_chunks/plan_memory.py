@@ -48,7 +48,7 @@ def _rows_of_chunk(s: Shape, loss: Loss) -> int:
 
 
 def _chunk_of_logits(s: Shape, loss: Loss) -> int:
-    """Return the bytes of a chunk's logits with all that its loss makes of them."""
+    """Return the bytes of a chunk's logits and of all that its loss makes of them."""
     rows = _rows_of_chunk(s, loss)
     part = rows * s.vocabulary
     low = s.size == 2

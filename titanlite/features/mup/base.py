@@ -31,9 +31,9 @@ NAMES = (
 def base_args(args: LlamaArgs, dim: int, given: Mapping[str, Any]) -> Any:
     """Return the arguments of the base model of width `dim`. given: its other ones in `mup.base`.
 
-    Of those not given, heads are as wide as the model's and the depth is the same. The
-    feed-forward, experts and latents are as much narrower as `dim`. Raises ShapeError, whose fields
-    are those of `mup.base`.
+    By default heads are as wide as the model's, the depth is the same, and feed-forward, experts
+    and latents are as much narrower as `dim`. Raises ShapeError, whose fields are those of
+    `mup.base`.
     """
     known = [name for name in NAMES if name in {field.name for field in fields(args)}]
     for name in given:
@@ -50,7 +50,7 @@ def base_args(args: LlamaArgs, dim: int, given: Mapping[str, Any]) -> Any:
 
 
 def _narrower(args: LlamaArgs, dim: int, known: list[str]) -> dict[str, int]:
-    """Return the widths that follow from `dim`, rounded to multiples of 8."""
+    """Return the widths that follow from `dim`, in multiples of 8."""
     found = {}
     for name in _SCALED:
         width = getattr(args, name) if name in known else None
@@ -72,7 +72,7 @@ def _heads(args: LlamaArgs, dim: int) -> int:
 
 
 def _groups(args: LlamaArgs, heads: int) -> int:
-    """Return the largest number of key/value heads that fits, at the model's ratio at most."""
+    """Return the most key/value heads that fit, at the model's ratio at most."""
     groups = max(heads * args.kv_heads // args.n_heads, 1)
     while heads % groups:
         groups -= 1

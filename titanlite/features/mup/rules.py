@@ -148,7 +148,6 @@ class Rules:
 
     @cached_property
     def _as_deep(self) -> LlamaArgs:
-        """The base model with as many blocks as the model."""
         return replace(self.base, n_layers=self.args.n_layers)
 
     # Multipliers, and where they are
@@ -201,7 +200,6 @@ def _init_factor(ratios: Ratios) -> float:
 
 
 def _score_scale(args: LlamaArgs) -> float:
-    """Return what scores are multiplied by without muP."""
     return args.query_scale / math.sqrt(head_width(args))
 
 
@@ -222,9 +220,7 @@ def _scaled(rule: Init, factor: float, is_offset: bool) -> Init:
 
 
 def _outer_sizes(args: LlamaArgs) -> Mapping[str, Size]:
-    """Return the sizes outside of blocks. That of a vocabulary does not count: it is the same in
-    all models.
-    """
+    """Return the sizes outside of blocks, without the vocabulary: it is the same in all models."""
     return {
         _EMBEDDING: Size(1, args.dim),
         _LAST_NORM: Size(1, args.dim),
@@ -237,7 +233,6 @@ def _largest(size: Size) -> int:
 
 
 def _module_of(name: str) -> str:
-    """Return a parameter's name as sizes have it: without `.weight`."""
     return name.removesuffix(".weight")
 
 

@@ -44,7 +44,7 @@ EXCLUDES = [
 
 
 def divided(choice: Float8Choice, linears: Linears) -> Float8Choice:
-    """Return the decision for a kind of linear, where ranks of tensor parallelism share the work.
+    """Return the decision for a kind of linear under tensor parallelism.
 
     Each rank rounds its part of a weight. A whole weight has tokens of several ranks, and blocks of
     them.

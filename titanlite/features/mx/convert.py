@@ -22,8 +22,8 @@ def apply_mx(model: nn.Module, names: Sequence[str], recipe: str, *, emulate: bo
     """Let the linears of these names compute in MXFP8, in place; return those that it has.
 
     model: on the meta device. recipe: "mxfp8" or "mxfp8_floor". emulate: the same rounded numbers,
-    multiplied in the dtype of the activations. Raises ParallelismError for a module that is no
-    plain linear.
+    multiplied in the activations' dtype. Raises ParallelismError for a module that is no plain
+    linear.
     """
     modules = dict(model.named_modules())
     found = [name for name in names if name in modules]
@@ -58,8 +58,8 @@ class MXLinear(nn.Linear, FeatureLinear):
             raise ParallelismError(f"a linear in MXFP8 is divided as {known}, and not as {kind}")
 
     def _divided(self, input: Tensor, weight: DTensor) -> DTensor:
-        """Let each rank round and multiply its parts. They hold whole blocks, so the rounded
-        numbers are those of one rank.
+        """Let each rank multiply its parts, which hold whole blocks: numbers are rounded as on one
+        rank.
         """
         assert isinstance(input, DTensor)
         (way,) = weight.placements

@@ -74,10 +74,10 @@ def _has_kernels() -> bool:
 
 @functools.cache
 def product(recipe: str, emulate: bool) -> Product:
-    """Return torchao's product of an input and a weight, both rounded to MXFP8; so are their
-    gradients.
+    """Return torchao's product of an input and a weight, both rounded to MXFP8.
 
-    emulate: with the products of any device, in the dtype of the input.
+    Gradients are products of rounded numbers, too. emulate: on any device, in the dtype of the
+    input.
     """
     torchao()  # without the lines that it logs
     from torchao.prototype.moe_training import mxfp8_linear
@@ -115,7 +115,6 @@ def without_kernels() -> Iterator[None]:
 
 
 def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return memory for the numbers of x [rows, columns] and for their scales, rows first."""
     rows, columns = x.shape
     numbers = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, columns // BLOCK, dtype=torch.float8_e8m0fnu, device=x.device)

@@ -98,7 +98,6 @@ class PipelineParallel(Feature):
         return PipelineModel(parts, layout, builder.mesh)
 
     def runner(self, builder: ModelBuilder, model: nn.Module, loss: LossFunction) -> Pipeline:
-        """Return what runs a `PipelineModel` of `build`."""
         from titanlite.features.pipeline.runner import Pipeline
         from titanlite.features.pipeline.stages import PipelineModel
 

@@ -47,9 +47,7 @@ def _alternating(
     forward_first: bool,
     late: int | None = None,
 ) -> Iterator[Action]:
-    """Yield backward after forward. late: each backward's second half follows after so many first
-    ones.
-    """
+    """late: each backward's second half follows after so many first ones."""
     kind = "B" if late is None else "I"
     yield from (("F", stage) for stage in forwards[:ahead])
     for i, stage in enumerate(backwards):
@@ -64,7 +62,7 @@ def _alternating(
 
 
 def _zbv(ranks: int, rank: int, pieces: int) -> Iterator[Action]:
-    """Yield the actions of `ScheduleZBVZeroBubble`: the rank's second stage goes the way back."""
+    """In `ScheduleZBVZeroBubble` the rank's second stage goes the way back."""
     yield from [("F", 0)] * (2 * (ranks - rank) - 1)
     yield from [("F", 1), ("F", 0)] * rank
     yield from [("F", 1), ("I", 1), ("W", 1)] * (ranks - rank)

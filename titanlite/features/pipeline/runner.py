@@ -39,10 +39,11 @@ class Pipeline:
         microbatches: int,
         loss: LossFunction,
     ) -> None:
-        """schedule: a name of `SCHEDULES`. microbatches: pieces of each micro-batch.
+        """schedule: a name of `SCHEDULES`. microbatches: pieces of each micro-batch. loss: summed
+        over tokens.
 
-        All pieces of a step go through one run of the schedule, so ranks wait once per step for the
-        pipeline to fill and drain. loss: summed over tokens.
+        All pieces of a step go through one run of the schedule, so the pipeline fills and drains
+        once per step.
         """
         run = builder.run
         self._builder = builder
@@ -60,7 +61,7 @@ class Pipeline:
         self.resize(run.batch.accumulation, run.rank_len)
 
     def resize(self, accumulation: int, seq_len: int) -> None:
-        """Run steps of so many micro-batches from now on. seq_len: tokens of a row on this rank."""
+        """Run steps of so many micro-batches. seq_len: tokens of a row on this rank."""
         self._seq_len = seq_len
         # It loads the compiler.
         from torch.distributed.pipelining.schedules import get_schedule_class
@@ -77,7 +78,7 @@ class Pipeline:
         )
 
     def _stage(self, number: int, count: int) -> PipelineStage:
-        """Make a stage of known shapes, so that torch does not run the model once to infer them."""
+        """With known shapes torch does not run the model once to infer them."""
         from torch.distributed.pipelining import PipelineStage
 
         builder = self._builder
@@ -102,8 +103,8 @@ class Pipeline:
         )
 
     def _hidden(self, tokens: Tensor, device: torch.device | str) -> Tensor:
-        """Return an empty tensor for the hidden states of tokens [rows, seq] between stages, with
-        tensor parallelism of a part of the sequence.
+        """Return an empty tensor for hidden states of tokens [rows, seq], whose sequence
+        tensor-parallel ranks divide.
         """
         rows, seq_len = tokens.shape
         shape = (rows, seq_len // self._builder.tp, self._builder.args.dim)
@@ -124,7 +125,7 @@ class Pipeline:
         """Accumulate gradients of the step's loss; return this rank's share of it (0-dim,
         detached).
 
-        Only the last stage has a loss; other shares are zero. tokens: valid tokens of the step over
+        Only the last stage has a loss; other shares are zero. tokens: valid ones of the step over
         all data-parallel ranks, so that shares add up. Gradients are reduced once, at the end.
         phase: is told that "pipeline" begins.
         """
@@ -152,8 +153,8 @@ class Pipeline:
         """Return a batch's loss, summed over tokens (0-dim), without gradients: zero on ranks
         without the last stage.
 
-        batch: any number of sequences, the same on all ranks of the pipeline. loss: in place of
-        that of training.
+        batch: any number of sequences, the same on all ranks of the pipeline. loss: None: that of
+        training.
         """
         loss = loss or self._loss
         count = self._microbatches
@@ -189,7 +190,7 @@ class Pipeline:
     def _inputs(
         self, number: int, tokens: Sequence[Tensor], local: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """Yield the inputs of a stage, piece by piece; wait for each when it is needed."""
+        """Yield the inputs of a stage; each is waited for when it is needed."""
         if number == 0:
             yield from tokens
         elif number - 1 in self._model.stages:

@@ -47,18 +47,17 @@ class StageLayout:
 
     @property
     def trained(self) -> list[str]:
-        """Modules of the whole model that have parameters, in the order they run."""
+        """Modules that have parameters, in the order they run."""
         return [name for name, cost in self.costs if cost.parameters]
 
 
 def split_stages(
     costs: Mapping[str, Cost], degree: int, schedule: str, split_points: Sequence[str] = ()
 ) -> StageLayout:
-    """Divide a model into the stages of `schedule` on `degree` ranks.
+    """Divide a model into the stages of `schedule`. Raises ParallelismError.
 
     costs: the modules before which a pipeline may be cut, in the order they run. split_points:
-    modules that start a stage, all but the first; empty: stages of even cost. Raises
-    ParallelismError.
+    modules that start a stage, all but the first; empty: stages of even cost.
     """
     names = list(costs)
     count = stage_count(schedule, degree, split_points)
@@ -102,11 +101,11 @@ def _named_cuts(names: Sequence[str], points: Sequence[str]) -> list[int]:
 def balance_stages(costs: Sequence[Cost], stages: int) -> list[int]:
     """Return where each stage but the first begins, for stages of the most even cost.
 
-    The largest FLOPs of a stage are as few as possible: all others wait for it. Among such
-    divisions the largest stage has the fewest parameters, since the embedding costs memory alone.
+    The largest FLOPs of a stage are as few as possible, since all others wait for it. Of such
+    divisions the largest stage has the fewest parameters: the embedding costs memory alone.
 
-    costs: of the embedding, the blocks, the last norm and the head. Each stage has at least one
-    block; ParallelismError if there are too few.
+    costs: of the embedding, the blocks, the last norm and the head. Raises ParallelismError for too
+    few blocks for the stages.
     """
     blocks = range(1, len(costs) - 2)
     if len(blocks) < stages:
@@ -128,8 +127,8 @@ def balance_stages(costs: Sequence[Cost], stages: int) -> list[int]:
 def _smallest_maximum(
     sizes: tuple[int, ...], limited: tuple[int, ...], stages: int, limit: float = math.inf
 ) -> tuple[float, tuple[int, ...]]:
-    """Return the smallest largest sum of `sizes` over contiguous stages, and where each but the
-    first begins.
+    """Return the smallest largest sum of `sizes` over contiguous stages, and where all but the
+    first begin.
 
     No stage's sum of `limited` may be above `limit`.
     """

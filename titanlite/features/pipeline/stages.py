@@ -24,7 +24,7 @@ def cut_stages(
     None or gone.
 
     build: makes the whole model, best on the meta device. Raises ParallelismError for a parameter
-    outside of all stages: each would train its own copy.
+    outside of all stages: each would train a copy.
     """
     return {stage: _without_others(build(), layout, stage) for stage in layout.on(rank)}
 
@@ -50,9 +50,9 @@ def _without_others(model: nn.Module, layout: StageLayout, stage: int) -> nn.Mod
 
 
 class PipelineModel(nn.Module):
-    """The stages of this rank as one module, whose parameters have their names of the whole model.
+    """The stages of this rank as one module, with the whole model's names of parameters.
 
-    It serves the optimizer, norms and checkpoints. It cannot be called; `Pipeline` runs the stages.
+    It serves the optimizer, norms and checkpoints; `Pipeline` runs the stages.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class PipelineModel(nn.Module):
             )
 
     def pipeline_stages(self) -> list[nn.Module]:
-        """Return the modules that this rank runs, see `titanlite.dist.local_parts.parts_of`."""
+        """See `titanlite.dist.local_parts.parts_of`."""
         return list(self.stages.values())
 
     def train(self, mode: bool = True) -> PipelineModel:

@@ -44,7 +44,7 @@ class HarnessTask:
     limit: int | None = None
 
     def run(self, scorer: RankScorer) -> dict[str, float]:
-        """Return the figures; those of a task within a group or tag have its name before them."""
+        """Return the figures, with the task's name before them within a group or tag."""
         with _watched(scorer):
             found = self.evaluate(scorer, iterations=0)
         # A group has figures, or its tasks have.
@@ -57,7 +57,7 @@ class HarnessTask:
         return figures
 
     def evaluate(self, scorer: Scorer, iterations: int) -> dict[str, Any]:
-        """Return the harness's results. iterations: of its bootstrap; 0: no standard errors."""
+        """iterations: of the harness's bootstrap; 0: no standard errors."""
         from lm_eval.evaluator import evaluate
 
         from titanlite.features.tasks.harness_model import HarnessModel
@@ -89,8 +89,8 @@ def load_tasks(
 ) -> list[HarnessTask]:
     """Load tasks by name. key: names them in a config or on the command line.
 
-    Raises ConfigError for names that the harness does not know, and for tasks that cannot be
-    loaded, also for want of a network.
+    Raises ConfigError for unknown names, or tasks that cannot be loaded, also for want of a
+    network.
     """
     if importlib.util.find_spec(HARNESS) is None:
         message = f"lm-evaluation-harness is not installed: {pip_install(HARNESS)}"

@@ -55,10 +55,7 @@ class Place:
 
 
 class RankScorer(Scorer):
-    """Scores requests on all ranks of a run.
-
-    divide: returns this rank's part of a batch, where ranks share sequences.
-    """
+    """Scores requests on all ranks of a run. divide: returns this rank's part of a batch."""
 
     def __init__(
         self,
@@ -102,7 +99,6 @@ class RankScorer(Scorer):
             yield item
 
     def end(self) -> None:
-        """Let the other ranks leave `follow`."""
         self._send("end", None)
 
     # The other ranks
@@ -150,7 +146,7 @@ class RankScorer(Scorer):
 
     @contextlib.contextmanager
     def _noted(self) -> Iterator[None]:
-        """Note an error inside, which is none of a task: other ranks may wait for this one."""
+        """Note errors that are none of a task: other ranks may wait for this one."""
         try:
             yield
         except Exception:

@@ -25,8 +25,8 @@ NAME = "tasks"
 class TaskRun(Callback):
     """Runs the tasks of `[eval]` while a model trains. All ranks call it together.
 
-    tasks: of rank 0; other ranks need none. weights: entered while the model is run, as
-    `WeightAverage.applied`. write: takes a step and figures.
+    tasks: of rank 0 alone. weights: entered while the model is run, as `WeightAverage.applied`.
+    write: takes a step and figures.
     """
 
     owes = NAME
@@ -61,8 +61,8 @@ class TaskRun(Callback):
             self._run(trainer)
 
     def _run(self, trainer: Trainer) -> None:
-        """A task that fails is told, and training continues. A stop leaves the tasks to the resumed
-        run.
+        """A task that fails does not end the training. A stop leaves the tasks to the
+        resumed run.
         """
         trainer.owed.add(NAME)
         trainer.phase("evaluate")

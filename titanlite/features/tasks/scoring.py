@@ -54,11 +54,11 @@ class Row(NamedTuple):
 class Scorer:
     """Scores requests on one device.
 
-    Requests of like length share a batch, the longest first: what needs too much memory fails at
+    Requests of like length share a batch, the longest first, so that a lack of memory shows at
     once. A request that is too long loses tokens on the left, as in the harness's `HFLM`.
 
-    multiple: padded rows have a multiple of it. divide: returns this rank's part of a batch.
-    progress: takes the batches, and may show how many are done.
+    multiple: of the width of padded rows. divide: returns this rank's part of a batch. progress:
+    takes the batches, and may show how many are done.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Scorer:
         return found
 
     def _scored(self, batches: Sequence[Sequence[Row]]) -> list[list[float]]:
-        """Return for each row its log-likelihood and the targets that greedy decoding misses."""
+        """Return each row's log-likelihood and the targets that greedy decoding misses."""
         with evaluating(self.subject.model):
             parts = [self._pass(batch) for batch in self.progress(batches)]
         return torch.cat(parts).tolist() if parts else []
@@ -109,7 +109,7 @@ class Scorer:
 class TargetLogs:
     """Stands in for a loss function: keeps the log-probability of each target, in float32.
 
-    A model that computes its loss in chunks calls it for each, in the order of the tokens.
+    A model with its loss in chunks calls it for each, in the order of the tokens.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -136,7 +136,7 @@ class TargetLogs:
         return torch.zeros((), device=self._device)
 
     def sums(self, rows: int) -> Tensor:
-        """Return the sums over each row, [rows, 2] float64; zeros where this rank has no logits."""
+        """Return the sums over rows, [rows, 2] float64; zeros where this rank has no logits."""
         if not self._logs:
             return torch.zeros(rows, 2, dtype=torch.float64, device=self._device)
         kept = (torch.cat(self._logs), torch.cat(self._misses))
@@ -144,7 +144,7 @@ class TargetLogs:
 
 
 def _whole_rows(logits: Tensor, places: Tensor) -> Tensor:
-    """Return the logits at some places of [rows * seq], [places, vocab], whole on every rank."""
+    """Return the logits [places, vocab] at `places` of [rows * seq], whole on every rank."""
     if not isinstance(logits, DTensor):
         return logits.flatten(0, -2)[places]
     (placement,) = logits.placements
@@ -156,7 +156,7 @@ def _whole_rows(logits: Tensor, places: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Let a model evaluate inside: in evaluation mode, without gradients, uncompiled."""
+    """Let a model evaluate inside, without gradients and uncompiled."""
     training = model.training
     model.eval()
     try:

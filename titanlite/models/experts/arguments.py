@@ -147,7 +147,6 @@ class ExpertArgs(LlamaArgs):
 
     @property
     def shared_width(self) -> int:
-        """Hidden width of the shared experts together."""
         return self.n_shared_experts * self.expert_width
 
     def feed_forward_linears(self) -> dict[str, Size]:

@@ -113,9 +113,9 @@ _grouped_mm_any.register_autograd(_gradients, setup_context=_save)
 
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Return the rows of each group times its matrix: [rows, N].
+    """Return each group's rows times its matrix: [rows, N].
 
-    a: [rows, K], sorted by group; b: [groups, K, N]; ends: [groups] int32, where each group ends.
+    a: [rows, K], sorted by group; b: [groups, K, N]; ends: [groups] int32, where groups end.
     """
     return (
         F.grouped_mm(a, b, offs=ends) if a.dtype == torch.bfloat16 else _grouped_mm_any(a, b, ends)
@@ -178,12 +178,13 @@ class Experts(nn.Module):
         self.exchange: Exchange | None = None
 
     def add_parameters(self, n_experts: int, dim: int, width: int) -> None:
+        """Make the parameters, each [experts, …]."""
         self.w1 = nn.Parameter(torch.empty(n_experts, width, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, width))
         self.w3 = nn.Parameter(torch.empty(n_experts, width, dim))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Map x: [tokens * top_k, dim], sorted by expert; counts: [experts] int64."""
+        """Return x's shape. x: [tokens * top_k, dim], by expert; counts: [experts] int64."""
         state = None
         if self.exchange is not None:
             x, counts, state = self.exchange.dispatch(x, counts)

@@ -54,6 +54,7 @@ class Routing:
 
     @torch.no_grad()
     def _best(self, logits: Tensor, scores: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the experts with the highest scores, [tokens, top_k]."""
         # Different logits may have equal probabilities, so without a bias the logits decide.
         ranking = logits if self.args.score == "softmax_of_chosen" else scores
         if bias is not None:

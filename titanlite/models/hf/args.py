@@ -57,7 +57,7 @@ class HFArgs:
 
     @property
     def skeleton(self) -> Skeleton:
-        """The model's own facts. The first call imports torch."""
+        """The model's facts. The first call imports torch."""
         from titanlite.models.hf.skeleton import skeleton_of
 
         return skeleton_of(self.config, self.vocab_size)
@@ -125,7 +125,7 @@ def args_from_hf(content: Mapping[str, Any], overrides: Mapping[str, Any] | None
 
 
 def hf_config(args: HFArgs) -> dict[str, Any]:
-    """Return a config.json with every entry, to compare two; the tokenizer's ids are left out."""
+    """Return a complete config.json, to compare two; the tokenizer's ids are left out."""
     entries = dict(args.skeleton.config.to_dict())
     for name in (*_IGNORED, "bos_token_id", "eos_token_id"):
         entries.pop(name, None)

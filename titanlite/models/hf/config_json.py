@@ -26,12 +26,12 @@ _NO_KERNELS = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_m
 
 
 def refused(message: str, advice: str = "", field: str = "hf_config") -> ShapeError:
-    """Return the error of a config that cannot be trained. field: of `[model]`."""
+    """Return the error of an untrainable config. field: of `[model]`."""
     return ShapeError(Problem("model", field, message, advice))
 
 
 def _without_code(value: Any) -> Any:
-    """Return a config.json without entries that let `transformers` run foreign code."""
+    """Drop entries that let `transformers` run foreign code."""
     if isinstance(value, list):
         return [_without_code(item) for item in value]
     if not isinstance(value, dict):

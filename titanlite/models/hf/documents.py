@@ -35,7 +35,7 @@ NAME = "titanlite"
 
 
 class Mask(NamedTuple):
-    """What takes the place of a mask [batch, 1, seq, seq] on its way to attention."""
+    """Takes the place of a mask [batch, 1, seq, seq]."""
 
     documents: DocumentMask
     #: Tokens that a token sees, itself included; None: all before it.
@@ -47,11 +47,11 @@ _documents: ContextVar[DocumentMask | None] = ContextVar("documents", default=No
 
 
 class NoDocuments(ValueError):
-    """A model cannot stop its attention at documents in one of the ways."""
+    """A model cannot stop attention at documents in one of the ways."""
 
 
 def _make_mask(*args: Any, **given: Any) -> Any:
-    """Make a mask with the signature of `AttentionMaskInterface`."""
+    """Make a mask as `AttentionMaskInterface` asks."""
     from transformers.masking_utils import sdpa_mask
 
     documents = _documents.get()
@@ -61,10 +61,7 @@ def _make_mask(*args: Any, **given: Any) -> Any:
 
 
 def _window_of(seen: Callable[..., Any]) -> int | None:
-    """Return the window of a function that tells which keys a query sees.
-
-    Raises NoDocuments for neither causal nor windowed attention.
-    """
+    """Return a mask function's window. Raises NoDocuments for other kinds of attention."""
     from transformers.masking_utils import causal_mask_function, sliding_window_overlay
 
     if seen is causal_mask_function:
@@ -95,7 +92,7 @@ def _attend(  # noqa: PLR0913
     scaling: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention with the signature of `AttentionInterface`.
+    """Compute attention as `AttentionInterface` asks.
 
     query: [batch, heads, seq, width], key and value: [batch, kv_heads, seq, width]. Returns [batch,
     seq, heads, width of value].
@@ -131,9 +128,7 @@ def exchange(model: Any) -> None:
 
 
 class _Packed:
-    """Tells `transformers` the documents: [batch, seq] int. Its own function waits for the
-    device.
-    """
+    """Tells `transformers` the documents, [batch, seq] int; its own function waits."""
 
     def __init__(self, number: Tensor | None) -> None:
         self.number = number
@@ -147,7 +142,7 @@ class _Packed:
 
 @contextlib.contextmanager
 def within(doc_ids: Tensor, way: str) -> Iterator[dict[str, Tensor]]:
-    """Let `transformers` make masks of documents; yield arguments for the model's call.
+    """Let `transformers` make masks of documents; yield the call's arguments.
 
     doc_ids: [batch, seq] int. way: VARLEN after `exchange`, or MASKS.
     """
@@ -167,7 +162,7 @@ def within(doc_ids: Tensor, way: str) -> Iterator[dict[str, Tensor]]:
 
 
 def packed(args: HFArgs, model: Any, doc_ids: Tensor) -> AbstractContextManager[dict[str, Tensor]]:
-    """Let attention stop at documents; return arguments for the model's call.
+    """Let attention stop at documents; return the call's arguments.
 
     doc_ids: [batch, seq] int. Raises ValueError if it cannot.
     """
@@ -197,7 +192,7 @@ def way_of(args: HFArgs) -> tuple[str, str]:
 
 
 def _excluded(known: Skeleton) -> str:
-    """Return what else carries state between documents; "": nothing."""
+    """Return what else carries state between documents."""
     model = known.model
     name = type(model).__name__
     if not any(_takes_positions(part) for part in (model, model.base_model)):

@@ -70,7 +70,7 @@ def _check_others(model: nn.Module, stacks: dict[str, Any]) -> None:
 
 
 def _choices(model: Any, stacks: dict[str, Any]) -> dict[str, int]:
-    """Run the model; return the experts per token of each MoE layer."""
+    """Run the model; return the experts per token of each layer."""
     found: dict[str, int] = {}
 
     def look(name: str) -> Callable[..., None]:
@@ -103,7 +103,7 @@ def _index_of(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
 
 
 def _moe_layer(name: str, module: Any, top_k: int) -> MoELayer:
-    """Return an MoE layer's facts. Raises ShapeError for unknown shapes."""
+    """Return a layer's facts. Raises ShapeError for unknown shapes."""
     if not top_k:
         raise refused(f"{name} of {type(module).__name__} gives a token no experts")
     own: dict[str, Tensor] = dict(module.named_parameters(recurse=False))

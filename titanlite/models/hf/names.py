@@ -47,7 +47,7 @@ def _other_form(args: HFArgs) -> ValueError:
 
 
 def _followed(args: HFArgs, dimensions: Mapping[str, int]) -> dict[str, HFName]:
-    """Return the names in files, found by following each tensor's numbers."""
+    """Find the names in files by following each tensor's numbers."""
     from transformers.core_model_loading import revert_weight_conversion
 
     ours: dict[str, torch.Tensor] = {}
@@ -80,7 +80,7 @@ def _small_shape(args: HFArgs, name: str, dimensions: int) -> torch.Size:
 
 
 def _joined(args: HFArgs, whole: torch.Tensor, pieces: list[tuple[int, str, Any]]) -> HFName:
-    """Return the name in files of one of our tensors, or those of its pieces."""
+    """Return the name in files of one of our tensors, or of its pieces."""
     if len(pieces) == 1 and pieces[0][2].equal(whole):
         return pieces[0][1]
     joined = torch.cat([tensor.flatten() for _, _, tensor in pieces] or [whole[:0]])

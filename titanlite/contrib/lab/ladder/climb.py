@@ -23,7 +23,7 @@ POINTS = "points.json"
 
 
 def climb(target: Target, folder: Path) -> tuple[str, int]:
-    """Make the runs that are missing, write the results, and return the report.
+    """Make the missing runs, write the results, and return the report.
 
     Raises LadderError and ConfigError.
     """
@@ -55,7 +55,7 @@ def predicted(points: Sequence[Point], target: Target) -> tuple[str, dict[str, A
 
 
 def _points(target: Target, found: Sequence[Rung], folder: Path) -> tuple[list[Point], list[str]]:
-    """Run trunks, then the branches of those that are done; return points and what is missing."""
+    """Run trunks, then branches of those that are done; return points and what is missing."""
     shared = [*target.files, *DEFAULTS, *target.flags]
     results: dict[str | None, MemberResult] = {}
 

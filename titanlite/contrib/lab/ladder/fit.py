@@ -104,8 +104,8 @@ class Fit:
     notes: tuple[str, ...]
 
     def predict(self, parameters: float, tokens: float) -> tuple[float, float, float]:
-        """Return the loss of a run, and the interval that holds one further run's loss with
-        probability `CONFIDENCE`.
+        """Return the loss of a run, and the interval that holds one further run's with probability
+        `CONFIDENCE`.
         """
         middle = self.law.loss(parameters, tokens)
         errors = [
@@ -116,7 +116,6 @@ class Fit:
         return middle, middle * float(np.exp(low)), middle * float(np.exp(high))
 
     def interval(self, name: str) -> tuple[float, float]:
-        """Return the ends of the interval of a number of the law, by its field."""
         found = [getattr(law, name) for law in self.replicates]
         low, high = np.quantile(found, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
         return float(low), float(high)
@@ -126,10 +125,9 @@ def fit(points: Sequence[Point], replicates: int = REPLICATES) -> Fit:
     """Fit the law, with a bootstrap of `replicates` refits; 0: there are no intervals.
 
     Errors are drawn around the fitted law, not points: a draw of the points of a small ladder often
-    lacks a size. They are normal, with the spread of the residuals per number left over, which is
-    drawn too, as Student's t has it. Errors of one trunk are correlated. Residuals themselves
-    cannot be drawn: the fit passes through as many points as it has numbers, so a third of them may
-    be 0.
+    lacks a size. They are normal, with the spread of the residuals per number left over, itself
+    drawn as Student's t has it, and correlated within a trunk. Residuals cannot be drawn: up to a
+    third of them may be 0, since the fit passes through as many points as it has numbers.
 
     Raises LadderError.
     """
@@ -164,7 +162,6 @@ def _problem(points: Sequence[Point]) -> tuple[Problem, Array]:
 
 
 def _correlations(points: Sequence[Point]) -> Array:
-    """Return the correlations of the errors of points: those of one trunk share a part."""
     trunks = np.array([point.trunk or f"alone {place}" for place, point in enumerate(points)])
     together = (trunks[:, None] == trunks[None]).astype(float)
     own = np.eye(len(points))
@@ -261,8 +258,8 @@ def _steps(differences: Array, derivatives: Array, damping: Array) -> Array:
 def _draws(problem: Problem, best: Array, residuals: Array, count: int) -> tuple[Array, Array]:
     """Return errors [count, points] for the bootstrap, and one further error for each draw.
 
-    A fit takes what is common to a trunk for a part of the law, so residuals are smaller than
-    errors by more than the numbers of the law.
+    A fit takes what is common to a trunk for a part of the law, so residuals underestimate errors
+    by more than the numbers of the law.
     """
     generator = np.random.default_rng(0)
     _, derivatives = problem.log_losses(best[None])
@@ -280,9 +277,6 @@ def _draws(problem: Problem, best: Array, residuals: Array, count: int) -> tuple
 
 
 def _refit(problem: Problem, losses: Array, best: Array, found: Array) -> Array:
-    """Return the law of each row of log losses. found: ends of starts after `best`, the best
-    first.
-    """
     places = np.unique(np.linspace(0, len(found) - 1, _MORE_STARTS + 1).astype(int))
     starts = np.stack([best, *found[places[1:]]])
     rows = np.tile(starts, (len(losses), 1))

@@ -26,7 +26,6 @@ class Prediction:
 
     @property
     def error(self) -> float:
-        """Half the interval."""
         return (self.high - self.low) / 2
 
 
@@ -49,7 +48,7 @@ def predict(found: Fit, parameters: float, tokens: float) -> Prediction:
 
 
 def notes_on_distance(points: Sequence[Point], parameters: float, tokens: float) -> list[str]:
-    """Return how far a run is beyond those of a ladder, where its interval does not tell that."""
+    """Return how far a run is beyond a ladder, where its interval does not tell that."""
     target = Point(parameters, tokens, 1.0)
     notes = []
     for name in ("parameters", "tokens", "compute"):
@@ -71,8 +70,8 @@ def notes_on_distance(points: Sequence[Point], parameters: float, tokens: float)
 
 
 def leave_largest_out(points: Sequence[Point]) -> list[LeftOut]:
-    """Return the points of the largest model, predicted by the law of the smaller ones, if enough
-    are left.
+    """Return the points of the largest model, predicted from the smaller ones if there are
+    enough.
     """
     *smaller, largest = groups_of_sizes(points)
     try:

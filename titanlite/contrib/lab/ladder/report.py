@@ -60,7 +60,7 @@ def prediction_line(found: Prediction) -> str:
 
 
 def list_text(target: Target) -> str:
-    """Return the runs of a ladder before they are made, and what they take in FLOPs."""
+    """Return the runs of a ladder before they are made, with their FLOPs."""
     found = rungs(target)
     rows = []
     for rung in found:

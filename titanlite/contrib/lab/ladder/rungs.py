@@ -165,9 +165,8 @@ def batch_of(target: Target, shape: Shape) -> tuple[int, int]:
 
 
 def rate_of(target: Target, shape: Shape) -> float:
-    """Return the peak learning rate of a model, by `ladder.lr_exponent`.
-
-    Under muP all models have that of the file, which follows the width there.
+    """Return the peak learning rate of a model, by `ladder.lr_exponent`; under muP that of the
+    file.
     """
     if target.run.mup.base_dim:
         return target.run.optimizer.lr

@@ -88,7 +88,6 @@ def shapes(target: LlamaArgs, wanted: Sequence[int]) -> list[Shape]:
 
 
 def _candidates(target: LlamaArgs, largest: int) -> Iterator[Shape]:
-    """Yield models for each number of heads, up to the first well above the largest size."""
     heads = 0
     while True:
         heads += 1
@@ -108,21 +107,18 @@ def _candidates(target: LlamaArgs, largest: int) -> Iterator[Shape]:
 
 
 def _keeps_groups(target: LlamaArgs, heads: int) -> bool:
-    """Return whether so many heads can share keys about as those of the target do."""
     wanted = max(heads * target.kv_heads / target.n_heads, 1)
     shared = _kv_heads(target, heads)
     return max(shared / wanted, wanted / shared) <= _NEAR_GROUP
 
 
 def _kv_heads(target: LlamaArgs, heads: int) -> int:
-    """Return the divisor of the heads that is nearest to the target's share of key heads."""
     wanted = max(heads * target.kv_heads / target.n_heads, 1)
     divisors = [number for number in range(1, heads + 1) if heads % number == 0]
     return min(divisors, key=lambda number: abs(math.log(number / wanted)))
 
 
 def _shape(target: LlamaArgs, heads: int, layers: int) -> Shape | None:
-    """Return the model with this many heads, each as wide as the target's, or None."""
     share = heads / target.n_heads
     dim = round(target.dim * share)
     if "head_dim" in target.__dataclass_fields__ or target.is_latent:
