@@ -86,8 +86,7 @@ _BARE_SECRET = re.compile(
 
 
 def public(text: str) -> str:
-    """The text without the logins and queries of its URLs, which may hold a password, a token or a
-    signature.
+    """The text without the logins and queries of its URLs, which may hold secrets.
 
     `https://user:password@host/f?X-Amz-Signature=1f&versionId=3` becomes
     `https://(removed)@host/f?versionId=3&(removed)`.
@@ -243,9 +242,9 @@ class Style:
 
 
 def wants_color(stream: IO[str]) -> bool:
-    """Return True for a terminal, unless NO_COLOR is set or it is dumb; also with FORCE_COLOR.
+    """Return True for a terminal, unless NO_COLOR is set or it is dumb.
 
-    FORCE_COLOR is for launchers that pass our pipe on to a terminal.
+    FORCE_COLOR forces it, for launchers that pass our pipe on to a terminal.
     """
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
@@ -289,8 +288,7 @@ def human_time(seconds: float) -> str:
 
 
 def progress_text(done: float, total: float, seconds: float) -> str:
-    """`about 25 %, 0:01:30 left`, of work of which `done` took `seconds`; "" where that tells
-    nothing.
+    """`about 25 %, 0:01:30 left`: `done` took `seconds`; "" where that tells nothing.
 
     total: perhaps a guess; work beyond it has no known end.
     """
@@ -442,8 +440,8 @@ def json_lines(path: Path) -> Iterator[JsonLine]:
 def read_lines(path: Path, problems: list[str] | None = None) -> list[dict[str, Any]]:
     """Return the JSON objects in a file's lines, without damaged ones; none without a file.
 
-    problems: gets a text per damaged line or unreadable file; None: they are logged. A last line
-    without its end is no problem: a killed process leaves one.
+    problems: gets a text per damaged line or unreadable file; None: they are logged. A killed
+    process may leave a last line without its end: no problem.
     """
     found: list[dict[str, Any]] = []
     said: list[str] = []
@@ -462,7 +460,7 @@ def read_lines(path: Path, problems: list[str] | None = None) -> list[dict[str, 
 
 
 def tell(said: Sequence[str], problems: list[str] | None) -> None:
-    """Add texts to a list of problems, or log them as warnings without one."""
+    """Add texts to a list of problems, or log them as warnings."""
     if problems is not None:
         problems.extend(said)
         return
@@ -527,7 +525,7 @@ class Table:
 def render(table: Table, terminal: bool | None = None) -> str:
     """The table as text, control characters escaped, with a bold head in a terminal.
 
-    terminal: None: whether standard output is one; NO_COLOR and TERM=dumb turn the bold head off.
+    terminal: None: whether standard output is one, unless NO_COLOR or TERM=dumb.
     """
     if terminal is None:
         terminal = sys.stdout.isatty()

@@ -51,11 +51,11 @@ class AsyncSave:
     """At most one save at a time, in the one thread that this makes on its rank.
 
     All ranks make one together and make the same calls. The thread also checks and copies the
-    tensors, while the next forward and backward pass run: call `await_copy` before they change. The
-    first save takes host memory for one copy of this rank's part of a checkpoint, and keeps it.
+    tensors during the next passes: call `await_copy` before they change. The first save takes host
+    memory for this rank's part of a checkpoint, and keeps it.
 
-    device: of the tensors. pinned: copy from a GPU into page-locked memory, which is faster.
-    timeout: ranks wait so long for each other.
+    pinned: copy from a GPU into page-locked memory, which is faster. timeout: ranks wait so long
+    for each other.
     """
 
     def __init__(
@@ -170,9 +170,7 @@ class AsyncSave:
             raise bad
 
     def poll(self) -> SaveOutcome | None:
-        """Return the outcome of a save that has ended, each once, in order; None: there is no
-        other.
-        """
+        """Return the outcome of a save that has ended, each once, in order, or None."""
         return self._unreported.popleft() if self._unreported else None
 
     def wait(self) -> SaveOutcome | None:
@@ -193,7 +191,7 @@ class AsyncSave:
             self._group = new_group(self._timeout)
 
     def close(self) -> None:
-        """Release thread, memory and group; with a save still in flight the end of the process does
+        """Release thread, memory and group; with a save in flight the end of the process does
         that.
         """
         if not self.in_flight:

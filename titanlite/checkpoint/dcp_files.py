@@ -213,8 +213,8 @@ class HashingWriter(FileSystemWriter):
     def _write_index(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Do what torch's `finish` does, but write the index under its own name at once.
 
-        torch renames it at the end, which a store does by a copy and a deletion, and may forbid. No
-        other name is needed: the manifest alone makes files a checkpoint.
+        torch renames it at the end; a store copies and deletes for that, and may forbid it. The
+        manifest alone makes files a checkpoint.
         """
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {}
@@ -263,7 +263,7 @@ class CheckedReader(FileSystemReader):
 
 
 def share(files: Mapping[str, int], rank: int, ranks: int) -> list[str]:
-    """Return the files that this rank reads so that all are read once, about equal bytes each.
+    """Return this rank's files, so that all are read once, about equal bytes each.
 
     files: name → bytes.
     """
@@ -328,8 +328,8 @@ def read_back(
 ) -> None:
     """Compare what is in the folder of a save with what was sent to it.
 
-    Each rank reads files of another one, if possible on another host: the writer's host may still
-    have in memory what its disk has lost. Raises CheckpointError, on all ranks.
+    Each rank reads files of another one, if possible of another host, whose memory may still have
+    what its disk has lost. Raises CheckpointError, on all ranks.
     """
     writer = (world.rank - world.size // 2) % world.size
     names = [name for name, file in written.items() if file.rank == writer]

@@ -43,9 +43,8 @@ _FORMATS: dict[Callable[[Path], bool], str] = {
 def open_weights(path: AnyPath, spec: ModelSpec | None = None, args: Any = None) -> Weights:
     """Open the weights in `path`: names, shapes and config; the tensors are read later.
 
-    path: a folder with config.json and safetensors files, one such file, a checkpoint of
-    torchtitan, or a folder of PEFT's. spec, args: the model that shall take them; None: the one in
-    config.json.
+    path: a folder with config.json and safetensors files, one such file, or a folder of torchtitan
+    or PEFT. spec, args: the model that shall take them; None: the one in config.json.
 
     Raises CheckpointError with file, tensor and remedy. The caller finds missing and misshaped
     tensors by `Weights.entries`.
@@ -65,7 +64,7 @@ def open_weights(path: AnyPath, spec: ModelSpec | None = None, args: Any = None)
 
 
 def check_model(path: AnyPath, name: str, spec: ModelSpec, args: Any, allowed: bool) -> list[str]:
-    """Return how the run's model differs from the one that a folder describes, a line each.
+    """Return how the run's model differs from that of a folder, a line each.
 
     name: `model.name`. Raises CheckpointError for any difference, unless they are allowed.
     """
@@ -121,7 +120,7 @@ class WeightsReader(StorageReader):
         return Metadata(tensors, storage_meta=StorageMeta())  # type: ignore[arg-type]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the slices that this rank needs, one at a time, in the order of the files."""
+        """Read this rank's slices one at a time, in the order of the files."""
         items = [(self._parts[item.storage_index], item) for item in plan.items]
         for part, item in sorted(items, key=lambda entry: (entry[0].file, entry[0].name)):
             slices = []

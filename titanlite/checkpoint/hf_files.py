@@ -51,7 +51,7 @@ def holds_weights(path: AnyPath) -> bool:
 
 
 def is_torchtitan(path: AnyPath) -> bool:
-    """Return whether a path is a checkpoint of torchtitan until 0.2.2, by names in its index.
+    """Return whether it is a checkpoint of torchtitan until 0.2.2, by names in its index.
 
     The index is searched as bytes; titanlite's own has neither name.
     """

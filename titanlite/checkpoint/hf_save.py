@@ -92,7 +92,7 @@ def plan_files(
 def write_files(
     folder: AnyPath, files: Sequence[File], read: Callable[[str], torch.Tensor], rank: int = 0
 ) -> str:
-    """Write this rank's part of the files; return what went wrong, "" if nothing did.
+    """Write this rank's part of the files; return what went wrong, or "".
 
     read: our name → the whole tensor on the CPU; all holders of a tensor call it together. After an
     error the rank still gathers, because the others wait for it.
@@ -214,7 +214,7 @@ def as_json(content: Mapping[str, Any]) -> bytes:
 def begin_folder(final: AnyPath) -> AnyPath:
     """Return the folder to write into: beside the final one, or in a store the final one itself.
 
-    In a store config.json, which is written last, makes the folder one of weights. Raises
+    In a store config.json, which is written last, makes it a folder of weights. Raises
     CheckpointError when the final one is there.
     """
     if isinstance(final, StorePath):

@@ -104,8 +104,8 @@ class Loader:
     def load_weights(self, model: nn.Module) -> LoadedState:
         """Load the weights of `config.initial_load_path`, whatever `config.folder` holds.
 
-        Also loads `averages`; without any in the checkpoint they become the weights, and `left_out`
-        has "ema". All ranks call it together. Raises CheckpointError, on all of them.
+        Without averages in the checkpoint `averages` become the weights, and `left_out` has "ema".
+        All ranks call it together. Raises CheckpointError, on all of them.
         """
         self._with_averages = True
         loaded = self._load(self.chooser.choose_source, model, None)
@@ -173,7 +173,7 @@ class Loader:
     def _excluded_by_config(self, candidate: Candidate) -> list[str]:
         """A run excludes parts once: its own later saves are loaded whole.
 
-        So a restart by the same command does not lose the optimizer's state again.
+        So a restart by the same command keeps the optimizer's state.
         """
         given = list(self.config.exclude_from_loading)
         if candidate.origin == "resume":

@@ -180,9 +180,7 @@ def hf_folder(root: AnyPath, step: int) -> AnyPath:
 
 
 def last_hf_step(root: AnyPath) -> int:
-    """Return the step of the newest `hf_folder` with a config.json, which is written last; or
-    -1.
-    """
+    """Return the step of the newest whole `hf_folder` (config.json is written last); -1: none."""
     newest = -1
     for name in entries(root):
         match = re.fullmatch(r"step-(\d+)-hf", name)
@@ -415,8 +413,8 @@ def find(
 ) -> Found:
     """Return the checkpoint to load from `root`: that of `step`, or the newest valid one.
 
-    known_bad: step → why its content is wrong. Raises CheckpointError when the given `step` is not
-    valid, and NewerFormatError instead of passing over such a one.
+    known_bad: step → why its content is wrong. Raises CheckpointError when `step` is not valid, and
+    NewerFormatError instead of passing over such a one.
     """
     known_bad = known_bad or {}
     steps = steps_in(root)

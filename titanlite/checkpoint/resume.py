@@ -64,7 +64,8 @@ def begin_from(trainer: Trainer, loaded: LoadedState) -> None:
 def settle(trainer: Trainer) -> None:
     """Do what remains when a start has done what its checkpoint owed. All ranks call it together.
 
-    Behind the last step this saves weights for `transformers`: a stop has left a full checkpoint.
+    Behind the last step this saves weights for `transformers`, where a stop has left a full
+    checkpoint.
     """
     saver = trainer.parts.checkpointer
     in_hf = saver is not None and saver.config.last_save_in_hf

@@ -101,8 +101,8 @@ def _mark_name(kind: str, folder: AnyPath) -> str:
 def _mark(kind: str, folder: AnyPath) -> AnyPath:
     """Write the mark of a save or a deletion beside the folder.
 
-    It is empty, for which a full disk has room. It is not made durable, which could take long. So
-    after a crash of the machine a folder without a mark is reported, and not deleted.
+    It is empty, for a full disk, and not made durable, which could take long. So after a crash of
+    the machine a folder without a mark is reported, and not deleted.
     """
     mark = folder.parent / _mark_name(kind, folder)
     mark.write_bytes(b"")
@@ -270,11 +270,10 @@ def prune(
     """Unpublish old checkpoints now that the one of step `newest` exists; return marks for
     `delete`.
 
-    Only checkpoints of this run (by `fingerprints`, None: any) up to that step are counted, and
-    only such go. Damaged ones take no place among the latest. These stay: the latest
-    `keep_latest_k` (0: all), multiples of `keep_every`, milestones, the `keep_best` of lowest
-    validation loss on each held-out text, `keep`, pinned ones, those of weights only, and folders
-    without a good manifest.
+    Only checkpoints of this run (by `fingerprints`, None: any) up to that step count, and only such
+    go. Damaged ones take no place among the latest. These stay: the latest `keep_latest_k` (0:
+    all), multiples of `keep_every`, milestones, the `keep_best` of lowest loss on each held-out
+    text, and `keep`. So do pinned ones, those of weights only, and folders without a good manifest.
 
     The last one whose weights are known to give a finite loss stays. That is the newest if its loss
     was measured, else the one before it, which the steps since then have shown.
@@ -318,7 +317,7 @@ def _resumable(
 
 
 def _best(root: AnyPath, valid: Mapping[int, Manifest], count: int) -> set[int]:
-    """Return the `count` steps of lowest loss on each held-out text; of equal losses the
+    """Return the `count` steps of lowest loss on each held-out text, of equal losses the
     earlier.
     """
     losses = []

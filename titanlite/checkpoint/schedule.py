@@ -36,8 +36,8 @@ class SaveSchedule:
     a thirty-second of the interval's steps at most. The first interval begins with the first
     question.
 
-    fingerprints: of the run; the validation losses of its checkpoints are those to beat. clock:
-    seconds, for tests. held_out: hash of the held-out text; losses on another one are not compared.
+    fingerprints: of the run, whose validation losses are those to beat. clock: seconds, for tests.
+    held_out: hash of the held-out text; losses on another one are not compared.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class SaveSchedule:
         self._next_sync = 0
 
     def due(self, step: int, validation_loss: float | None = None) -> bool:
-        """Return whether to save after `step`. validation_loss: if just measured, of these
-        weights.
+        """Return whether to save after `step`. validation_loss: of these weights, if just
+        measured.
         """
         config = self.config
         if self._begun is None:

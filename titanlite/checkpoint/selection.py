@@ -51,9 +51,9 @@ def select(
 ) -> Selection:
     """Return which tensors to load.
 
-    exclude: names of `GROUPS` and patterns of tensors that are not loaded. allow_missing: patterns
-    of tensors that the checkpoint may lack. The optimizer's state of a weight that is not loaded is
-    not loaded either. convert: floating-point types may differ.
+    exclude: names of `GROUPS` and patterns of tensors that are not loaded, nor is their optimizer's
+    state. allow_missing: patterns of tensors that the checkpoint may lack. convert: floating-point
+    types may differ.
 
     Raises CheckpointError with a table of differences, for a pattern that matches no tensor, and
     when nothing is left.

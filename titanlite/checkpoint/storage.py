@@ -43,7 +43,7 @@ def gather(
     is None.
 
     Of a model with adapters these are the adapters alone; frozen: all but those. An optimizer
-    without a step first gets the state of a step without gradients, as a target of the load.
+    without a step gets the state of a step without gradients, as a target of the load.
     """
     found = cast(Tensors, state_dicts.get_model_state_dict(model))
     # float8 wraps weights that are gathered in it; a checkpoint holds plain ones.
@@ -118,8 +118,8 @@ def _strip(tensors: Tensors, prefix: str) -> dict[str, Any]:
 def rng_state(device: torch.device, world_size: int) -> DTensor:
     """Return torch's generators of all ranks, [world_size, bytes] uint8, one row per rank.
 
-    As a sharded tensor each rank writes and reads its own row, and the shape shows another number
-    of ranks.
+    Each rank writes and reads its row of the sharded tensor, whose shape shows another number of
+    ranks.
     """
     row = torch.get_rng_state()
     if device.type == "cuda":
@@ -141,10 +141,9 @@ def set_rng_state(state: DTensor, device: torch.device) -> None:
 def find_nonfinite(
     tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None
 ) -> str:
-    """Return the name of the first tensor with a NaN or an infinity, and the ranks that have one.
+    """Return the first tensor with a NaN or an infinity, and the ranks that have one; "": none has.
 
-    "": no tensor has one. All ranks of `group` call it together and get the same answer. Each
-    device is read once.
+    All ranks of `group` call it together and get the same answer. Each device is read once.
     """
     devices: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
@@ -198,7 +197,7 @@ def describe(
 ) -> dict[str, list[Any]]:
     """Return tensor name -> [dtype, global shape], for the manifest.
 
-    model: with a pipeline, the tensors of all its ranks are described; all call this together.
+    model: with a pipeline, of all its ranks, which call this together.
     """
     mine = {name: [dtype_name(t.dtype), list(t.shape)] for name, t in tensors.items()}
     # The ranks that hold the stages of a pipeline. Of another model each rank has the whole.
@@ -231,9 +230,7 @@ def in_words(error: BaseException) -> str:
 
 
 def on_rank_0(world: DistEnv, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run on rank 0 only; all ranks of `group` get its result, or its error as a
-    CheckpointError.
-    """
+    """Run on rank 0 only; all ranks of `group` get its result, or a CheckpointError."""
     result: T | None = None
     problem: str | None = None
     if world.rank == 0:
@@ -251,9 +248,7 @@ def on_rank_0(world: DistEnv, action: Callable[[], T], group: dist.ProcessGroup 
 
 
 def on_each_rank(action: Callable[[], T], group: dist.ProcessGroup) -> T:
-    """Run on each rank of `group`; return its result, or raise CheckpointError on all if one
-    fails.
-    """
+    """Run on each rank of `group`; return its result, or raise CheckpointError on all ranks."""
     problem = ""
     try:
         result = action()

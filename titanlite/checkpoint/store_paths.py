@@ -59,8 +59,7 @@ class StorePath:
     """A path in an object store, such as `s3://bucket/run/checkpoint`; a folder exists while it
     holds an object.
 
-    Raises StoreError, with the URL, for all that the store refuses, and FileNotFoundError for a
-    missing object.
+    Raises StoreError, with the URL, for all that the store refuses, and FileNotFoundError.
     """
 
     url: str

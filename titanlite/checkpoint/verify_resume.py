@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class VerifyResume(Callback):
     """Saves a hash of the next global batch, and compares it when a run resumes.
 
-    config: of this run, as a TOML text. skip: ranges of sequences that this run skips. share:
-    data-parallel rank and degree.
+    config: of this run, as a TOML text. skip: ranges of sequences. share: data-parallel rank and
+    degree.
     """
 
     def __init__(self, config: object, skip: tuple[Range, ...], share: tuple[int, int]) -> None:

@@ -152,8 +152,8 @@ def verify(
 def remove(paths: Sequence[AnyPath], force: bool = False) -> list[Entry]:
     """Delete checkpoints and leftovers; return those that were deleted.
 
-    Raises CheckpointError, before anything is deleted, for what `force` overrides: pinned ones,
-    saves that may be under way, those of a newer format, and the last valid one of a run.
+    Raises CheckpointError, before any deletion, for what `force` overrides: pinned ones, saves that
+    may be under way, newer formats, and the last valid one of a run.
     """
     found = []
     for path in dict.fromkeys(map(_absolute, paths)):

@@ -165,8 +165,7 @@ def read_texts(
 ) -> tuple[Tokenizer, dict[str, Rows]]:
     """Read tokenizer and held-out texts; no process group is needed.
 
-    Raises DataError and ConfigError as training does, CheckpointError if the weights are of another
-    model or tokenizer.
+    Raises DataError and ConfigError as training does, CheckpointError if the weights do not fit.
     """
     from titanlite.assembly.datasets import read_held_out
     from titanlite.assembly.fingerprints import weights_fingerprints

@@ -44,9 +44,8 @@ def names_key(option: str) -> bool:
 def value_words(flag: str, words: Sequence[str]) -> int:
     """Return how many of the words behind a `--section.key` flag are its value.
 
-    words: those up to the next option. A switch takes a truth value, and a list all words up to the
-    name of a TOML file. Any other key, also an unknown one, takes one word. A negated flag and one
-    with `=` take none.
+    words: those up to the next option. A switch takes a truth value, a list all words up to the
+    name of a TOML file, and any other key one. A negated flag and one with `=` take none.
     """
     option, equals, _ = flag.removeprefix("--").partition("=")
     name, negated = flag_name(option)

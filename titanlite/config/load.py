@@ -62,8 +62,8 @@ def load(argv: Sequence[str]) -> LoadedConfig:
     """Return the config of a command line (without the program's name), its files included.
 
     Raises ConfigError with every problem of a key by itself; if there is none, with every
-    contradiction between keys, but for those of features (`titanlite.resolve.load`). `-h` or
-    `--help` prints the usage and exits with 0.
+    contradiction between keys but those of features. `-h` or `--help` prints the usage and exits
+    with 0.
     """
     config, problems = read(argv)
     refuse(problems or broken(config, RULES))
@@ -74,8 +74,7 @@ def read(argv: Sequence[str], defer: bool = False) -> tuple[LoadedConfig, list[P
     """Return the config of a command line, and its problems key by key, without contradictions.
 
     A key with a problem keeps its value of the layers below. defer: `to_toml` keeps environment
-    variables as they are written, for other machines; here they may be unset. `-h` or `--help`
-    prints the usage and exits with 0.
+    variables as written, for other machines; here they may be unset. `--help` exits, as in `load`.
     """
     if "-h" in argv or "--help" in argv:
         print(USAGE)
@@ -100,9 +99,9 @@ def read_text(
 ) -> tuple[LoadedConfig, list[Problem]]:
     """Return the config of a text, and what is wrong, as `read` does.
 
-    path: the file of the text, which need not exist; files that it extends are found from there.
-    flags: laid over it. origin: in a foreign text, variables and other files are problems, and the
-    config's `claims` list the code that it names.
+    path: of the text, which need not exist; files that it extends are found from there. flags: laid
+    over it. origin: in a foreign text, variables and other files are problems, and `claims` lists
+    the code that it names.
     """
     entries, problems = command_line_entries(flags)
     layers = Layers(problems, origin=origin)
@@ -189,8 +188,8 @@ class Layers:
     def read(self, path: Path, shown: str, chain: tuple[Path, ...], failure: Problem) -> None:
         """Add a file and all it extends.
 
-        shown: its name as it was written. chain: the files that led here. failure: the problem of a
-        file that cannot be read, without its message.
+        shown: its name as written. chain: the files that led here. failure: the problem of a file
+        that cannot be read, without its message.
         """
         try:
             identity = path.resolve()

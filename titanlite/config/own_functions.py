@@ -43,8 +43,8 @@ def is_optimizer_class(found: Any) -> bool:
 def load_optimizer(path: str, args: Mapping[str, Any]) -> tuple[Callable[..., Any], bool]:
     """Return what `optimizer.name` names, and whether it is a class of optimizers.
 
-    Raises ValueError where it cannot be called: a class with (params, lr=…, **args), any other as
-    in `FUNCTIONS`.
+    Raises ValueError where it cannot be called: a class with (params, lr=…, **args), others as in
+    `FUNCTIONS`.
     """
     found = resolve_as(path, callable, "a function or a class of optimizers")
     if not is_optimizer_class(found):

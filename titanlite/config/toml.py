@@ -84,9 +84,8 @@ _LAST = re.compile(r"[\]}]|\"{3}|'{3}")
 def scan(text: str) -> dict[str, int]:
     """Return full name → line of each table and key of a text that the parser accepts.
 
-    A statement is the shortest run of lines that the parser accepts alone. Names in arrays of
-    tables have an index: `data.source[1].weight`. A table is on the line of its header, or of the
-    first key that names it.
+    A statement is the shortest run of lines that the parser accepts. Arrays of tables have an
+    index: `data.source[1].weight`. A table is on the line of its header, or of its first key.
     """
     scanner = _Scanner(text)
     for end in range(1, len(scanner.lines) + 1):

@@ -39,8 +39,8 @@ _SOON, _RETURNS = 10, 2
 class AnomalyLog:
     """Reports bad steps on the console and in guard.jsonl; all ranks call it, rank 0 writes.
 
-    folder: the run's; None on other ranks. course: of an undisturbed run. share: data-parallel rank
-    and degree.
+    folder: None on other ranks. course: of an undisturbed run. share: data-parallel rank and
+    degree.
     """
 
     def __init__(
@@ -167,8 +167,7 @@ def explain(bad: BadStepError, model: nn.Module, runner: Runner, fetched: Fetche
 
 
 def steps_text(first: int, end: int, course: Course) -> str:
-    """Return sequences [first, end) as steps of the data order, as `data.skip_steps` takes them:
-    "7" or "6-8".
+    """Return sequences [first, end) as `data.skip_steps` takes steps: "7" or "6-8".
 
     course: of an undisturbed run.
     """

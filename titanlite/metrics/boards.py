@@ -137,7 +137,7 @@ class TensorBoard(BackgroundWriter):
     """Writes into a dated subfolder of `folder`, within about ten seconds.
 
     purge_step: first step that will be written. A resumed run (over 1) continues in the newest
-    subfolder, and TensorBoard forgets the values there from this step on.
+    subfolder, where TensorBoard forgets the values from this step on.
     """
 
     name = "TensorBoard"

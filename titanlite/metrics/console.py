@@ -90,8 +90,7 @@ def setup_console(rank: int, color: bool | None = None, stream: TextIO | None = 
 def ensure_console(rank: int) -> None:
     """Call `setup_console` where nothing shows the log: in a plain script or a notebook.
 
-    A notebook's server may have a handler for warnings alone. A logger with a level is somebody's
-    choice, and stays.
+    A notebook's server may have a handler for warnings alone. A level that somebody chose stays.
     """
     in_notebook = "ipykernel" in sys.modules
     is_shown = logger.hasHandlers() and (logger.isEnabledFor(logging.INFO) or not in_notebook)

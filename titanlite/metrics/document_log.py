@@ -19,7 +19,7 @@ class DocumentLog(Callback):
     """Writes the documents of each step's batch to a file of JSON lines. Needs no collective.
 
     path: None on a rank that writes none. source: name of text that is no mixture. share:
-    data-parallel rank and degree, of a rank that writes its own part; None: all of the batch.
+    data-parallel rank and degree of a rank that writes its part; None: all of the batch.
     """
 
     def __init__(

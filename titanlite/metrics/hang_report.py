@@ -34,9 +34,9 @@ def table(states: Sequence[RankState], culprits: Sequence[RankState] = ()) -> st
 def verdict(states: Sequence[RankState]) -> tuple[list[RankState], str]:
     """Return the ranks to blame (none where none stands out), and a sentence about them.
 
-    A rank that waits in a collective is not to blame. The blame goes, in this order, to a rank that
-    raised, does not answer, has left, or is at an earlier place of the program. Among ranks at the
-    same place it is the one that is not in a collective.
+    The blame goes, in this order, to a rank that raised, does not answer, has left, or is at an
+    earlier place of the program. Among ranks at the same place it is the one that is not in a
+    collective: a rank that waits there is not to blame.
     """
     if raised := [s for s in states if s.end == "raised"]:
         first = raised[0]

@@ -84,9 +84,9 @@ def diagnose_nonfinite(
     """Run the step of these micro-batches again, without an update, and name what was not finite
     first.
 
-    micro_batches: this rank's, on the model's device, as `train_step` took them; the weights must
-    be those of then. All ranks call it together, and get the same finding. Compiled parts run
-    uncompiled. Gradients that the model holds are lost.
+    micro_batches: this rank's, on the model's device; the weights must be those of then. All ranks
+    call it together, and get the same finding. Compiled parts run uncompiled. Gradients that the
+    model holds are lost.
     """
     model.zero_grad(set_to_none=True)
     if found := _parameter_finding(

@@ -18,8 +18,7 @@ _LOGS_BETWEEN = 50
 
 
 class StragglerDetector:
-    """Finds the rank that the others wait for, by each rank's own work without its waits for
-    others.
+    """Finds the rank that the others wait for, by each rank's own work.
 
     A rank that is late in one collective makes every other rank wait there, so step times are equal
     and tell nothing. On a CPU the work is the CPU time of the training thread, which a collective
@@ -27,8 +26,7 @@ class StragglerDetector:
     model's head on the device for the latest micro-batch. All ranks multiply the same matrices
     there, without communication.
 
-    device: of this rank. head: the module that computes the logits; without one only the data waits
-    of a GPU's rank are known.
+    head: the module that computes the logits; without one only a GPU rank's data waits are known.
     """
 
     def __init__(self, device: torch.device, head: nn.Module | None = None) -> None:
@@ -40,8 +38,7 @@ class StragglerDetector:
     def read(self, throughput: Throughput) -> tuple[float, float]:
         """Return this rank's work and data waits, in seconds per step since the last log.
 
-        On a GPU the work is a sample to compare with those of other ranks, and reading it waits for
-        the device.
+        On a GPU the work is a sample to compare between ranks, and reading it waits for the device.
         """
         work, data = throughput.own_seconds()
         if self._cuda:
@@ -53,8 +50,8 @@ class StragglerDetector:
     ) -> tuple[dict[str, float], str]:
         """Compare the readings of all ranks since the last log.
 
-        Return the figures under the keys of metrics.jsonl, none where all readings are zero, and a
-        warning about a rank that was behind in each of the latest logs, or "".
+        Return the figures under the keys of metrics.jsonl, none where all are zero, and a warning
+        about a rank that was behind in each of the latest logs, or "".
         """
         if self._cuda:
             usual = median_low(work)

@@ -74,8 +74,8 @@ class Throughput:
         """Say what begins: "work" of a step; waiting for "data", a part of the step; or a pause, by
         its name: "validate", "save".
 
-        On a GPU begin a pause after a reading: otherwise it contains the steps that the device
-        still works on.
+        On a GPU begin a pause after a reading: otherwise it has steps that the device still works
+        on.
         """
         now = time.perf_counter()
         cpu = time.thread_time()
@@ -145,12 +145,11 @@ def device_name(device: torch.device) -> str:
 
 
 def read_memory(device: torch.device) -> dict[str, float]:
-    """Return the memory of this rank under the keys of metrics.jsonl, in GiB and in percent of
+    """Return this rank's memory under the keys of metrics.jsonl, in GiB and percent of
     `total_memory_bytes`.
 
-    memory: peak of live blocks since `reset_peak` (CUDA), or the resident memory of this process
-    now (CPU). reserved: peak that CUDA's allocator held; absent on the CPU. alloc_retries, ooms:
-    since the start.
+    memory: peak of live blocks since `reset_peak` (CUDA), or the process's resident memory now
+    (CPU). reserved: peak of CUDA's allocator. alloc_retries, ooms: since the start.
     """
     stats: dict[str, int] = {}
     if device.type == "cuda":

@@ -98,24 +98,22 @@ class HangWatchdog:
     """Watches the ranks of the default process group, or one process alone, while the block runs.
 
     Enter it on all ranks, after the group was made. When rank 0 makes no progress for the deadline,
-    it logs a table of all ranks and a sentence that names the culprit. The report ends no process.
-    The deadline is longer where phases are slow. When an exception leaves the block on one rank
-    alone, the others end within seconds, with `exit_codes.LOST_PEER`, and rank 0's last line is
-    that exception. A stop or the guard raises on all ranks, which ends no other rank. A collective
-    that failed ends no other rank either: rank 0 logs the table.
+    it logs a table of all ranks and a sentence that names the culprit, and ends no process. When an
+    exception leaves the block on one rank alone, the others end within seconds, with
+    `exit_codes.LOST_PEER`, and rank 0's last line is that exception. A stop or the guard raises on
+    all ranks, which ends no other rank. A collective that failed ends none either: rank 0 logs the
+    table.
 
     Args:
         stall, comm: sections with the deadlines. Phases in PATIENT have the collectives' first
             timeout.
-        logs: folder with the logs of all ranks, for messages. traces: folder of the flight
-            recorder, for messages.
+        logs, traces: folders of all ranks' logs and of the flight recorder, for messages.
         end: ends this process with a code, when another rank has raised. None: nothing ends it.
 
     Attributes:
         verdict: the sentence that names the culprit, once there is one.
-        near: process ids of the ranks of this launcher, by rank, which a report need not wait for.
-        on_peer: called in another thread with a PeerError before `end`, to record how the run
-            ended.
+        near: process ids of this launcher's ranks, by rank, which a report need not wait for.
+        on_peer: called in another thread with a PeerError before `end`, to record the end.
     """
 
     def __init__(
@@ -247,8 +245,8 @@ class HangWatchdog:
         """Report an exception to the other ranks before it leaves the block: cleaning up may take
         time.
 
-        If a collective failed, find the rank to blame, which takes some seconds, log it, and return
-        the verdict.
+        If a collective failed, find the rank to blame, which takes some seconds; log and return the
+        verdict.
         """
         if self._thread is None or self._end_state or _is_common(error):
             return ""
@@ -493,8 +491,8 @@ def nccl_failure() -> str:
 
 
 def _stack(thread: int) -> tuple[tuple[str, ...], bool]:
-    """Return the innermost frame of a thread, those around it that are not torch's, and if it is in
-    a collective.
+    """Return a thread's innermost frame, those around it that are not torch's, and if it is in a
+    collective.
     """
     # Python 3.11 may collect garbage within one look at another thread's frames, and let that
     # thread run meanwhile. Then the look reads and writes freed memory, or all stand still.

@@ -38,9 +38,8 @@ def resolve_args(  # noqa: PLR0913
 ) -> Any:
     """Return the arguments of one flavor with a user's changes, checked.
 
-    `overrides`: fields to replace. `tokenizer_size`: ids the tokenizer can produce; it becomes the
-    vocabulary of a flavor without one, and must not exceed any other. `max_seq_len`: in tokens.
-    `base`: arguments in place of the flavor's.
+    `overrides`: fields to replace. `tokenizer_size`: the vocabulary of a flavor without one; it
+    must not exceed any other. `max_seq_len`: in tokens. `base`: arguments in place of the flavor's.
 
     Raises ShapeError for an unknown name, a wrong type, or numbers that make no model.
     """
@@ -147,7 +146,7 @@ def shape_of(model: Model) -> Any:
 
 
 def missing_fields(model: Model) -> list[str]:
-    """Return the fields of a model from a folder that `[model]` does not give."""
+    """Return the fields that `[model]` leaves open for a folder's model."""
     found = []
     cls = get_spec(model.name).args_class
     for field in fields(cls):
@@ -174,10 +173,9 @@ def from_record(
 ) -> tuple[str, Any]:
     """Return family and arguments.
 
-    origin: who wrote the record. place, key: where it stands, for messages.
+    origin: who wrote the record. place, key: for messages.
 
-    Raises ShapeError for a record without a model, ConfigError for a foreign one whose family is a
-    dotted path.
+    Raises ShapeError for a record without a model, ConfigError for a foreign dotted path.
     """
     values = dict(record)
     family = str(values.pop("family", None))

@@ -78,7 +78,7 @@ def flops_per_token(args: LlamaArgs, seq_len: int) -> int:
 
 
 def pipeline_costs(args: LlamaArgs, seq_len: int) -> dict[str, Cost]:
-    """Return the cost of each module that a pipeline can be cut before, in order."""
+    """Return the cost of each module that a pipeline can cut before."""
     table = _table(args)
     norm = _norm(args)
     costs = {"tok_embeddings": Cost(0, table)}

@@ -315,9 +315,9 @@ def hf_names(args: DeepSeekV3Args) -> dict[str, Any]:
 
 
 def hf_config(args: DeepSeekV3Args) -> dict[str, Any]:
-    """Return the content of config.json, without the z-loss, which `transformers` lacks.
+    """Return config.json, without the z-loss, which `transformers` lacks.
 
-    Raises ValueError for a router or epsilons of norms that it does not have.
+    Raises ValueError for a router or epsilons of norms that it lacks.
     """
     if args.latent_norm_eps != LATENT_NORM_EPS:
         raise ValueError(
@@ -387,7 +387,7 @@ _REASON = "it predicts further tokens (multi-token prediction), which is not tra
 
 
 def left_out(names: Collection[str]) -> dict[str, str]:
-    """Return the tensors of blocks that predict further tokens → why they are left out."""
+    """Return tensors of blocks that predict further tokens → why they are left out."""
     blocks = set()
     for name in names:
         match = _FURTHER.fullmatch(name)

@@ -91,9 +91,9 @@ def _attend(  # noqa: PLR0913
 
 
 def chunk_ids(doc_ids: Tensor, chunk: int) -> Tensor:
-    """Return the number of each token's chunk in its row, [batch, seq] int64.
+    """Return each token's chunk in its row, [batch, seq] int64.
 
-    Chunks of `chunk` tokens are counted from the beginning of each document.
+    Chunks are counted from the beginning of each document.
     """
     return (document_positions(doc_ids) % chunk == 0).cumsum(1)
 
@@ -138,7 +138,7 @@ class _Part(NamedTuple):
 def _parts(
     begins: Tensor, begins_k: Tensor | None, window_size: list[int] | None, dtype: torch.dtype
 ) -> Iterator[_Part]:
-    """Yield the documents; longer ones as pieces of one window, which also see the piece before.
+    """Yield the documents; longer ones in windows, which also see the window before.
 
     A document may have more keys than queries: its last query is at its last key.
     """

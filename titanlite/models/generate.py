@@ -93,10 +93,7 @@ class KVCache:
 
 
 class CachedAttention(nn.Module):
-    """Causal attention to the tokens in a cache.
-
-    replaced: what it replaces, whose `window` or `chunk` of tokens it minds.
-    """
+    """Causal attention to a cache. replaced: the attention whose `window` or `chunk` it keeps."""
 
     def __init__(self, cache: KVCache, replaced: nn.Module) -> None:
         super().__init__()
@@ -172,10 +169,9 @@ def generate(  # noqa: PLR0913
     A row ends after an id of `stop_ids`, after `max_tokens`, or when it has `limit` tokens with its
     prompt. Each row draws from its own generator, seeded by the seed and the row's number.
 
-    prompts: ids of each row, at least one and fewer than limit. head: name of the linear for
-    logits; only each row's last token goes through it. vocab: ids to draw from, where the
-    vocabulary is padded. cached: False computes every token again, as a model without replaceable
-    attention does.
+    prompts: ids of each row, at least one and fewer than limit. head: the linear for logits, for
+    the last token of each row. vocab: ids to draw from, where the vocabulary is padded. cached:
+    False computes every token again.
     """
     device = next(model.parameters()).device
     rows = _Rows(prompts, max_tokens, limit, device)

@@ -43,8 +43,7 @@ class RotatedKey(nn.Module):
 class LatentAttention(nn.Module):
     """Attention whose keys and values come from a latent of `kv_lora_rank` numbers per token.
 
-    Weights keep the order of DeepSeek's files; queries and keys are permuted, which leaves scores
-    alone.
+    Weights keep DeepSeek's order; queries and keys are permuted, which leaves scores alone.
     """
 
     def __init__(self, args: DeepSeekV3Args) -> None:

@@ -54,8 +54,8 @@ class AttentionKind(NamedTuple):
 class LlamaArgs:
     """A decoder's shape and arithmetic, and a few numbers of training.
 
-    A field's metadata tells what else must know of it: `titanlite.models.fields`. Other attributes
-    are fixed for a family, unless a subclass changes them or makes them fields.
+    A field's metadata tells its rules: `titanlite.models.fields`. Attributes without a field are
+    fixed for a family.
     """
 
     dim: int
@@ -336,7 +336,7 @@ def sublayer_names(args: LlamaArgs) -> list[str]:
 
 
 def fsdp_units(args: LlamaArgs) -> list[tuple[str, ...]]:
-    """Return the modules to be sharded and gathered together, in the order they last run.
+    """Return the modules to shard and gather together, in the order they last run.
 
     The final norm travels with the head. Modules that share a weight are one unit.
     """
@@ -407,8 +407,7 @@ def decoder_spec(
 ) -> ModelSpec:
     """Return the spec of a family of decoders.
 
-    hf: None: Llama's. block_plan: tensor parallelism of a block's modules. different: fields of
-    `ModelSpec` that differ from Llama's.
+    hf: None: Llama's. block_plan: a block's tensor parallelism. different: fields unlike Llama's.
     """
     if hf is not None:
         own = {"hf_names": hf.hf_names, "hf_config": hf.hf_config, "args_from_hf": hf.args_from_hf}

@@ -221,8 +221,7 @@ def hf_config(args: Llama4Args) -> dict[str, Any]:
 
 
 def args_from_hf(config: Mapping[str, Any]) -> Llama4Args:
-    """Return the arguments of a config.json, of a text model or of the text part of one with
-    images.
+    """Return the arguments of a config.json, of text alone or with images.
 
     Raises ValueError for another model, or one that this family lacks.
     """

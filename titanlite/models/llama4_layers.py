@@ -91,10 +91,9 @@ def unit_norm(x: Tensor, eps: float) -> Tensor:
 
 
 class Llama4Attention(Attention):
-    """Attention whose rotated pairs are neighbours, or that has no rotary positions.
+    """Attention whose rotated pairs are neighbours, or without rotary positions.
 
-    Weights keep the order of Meta's files; queries and keys are permuted, which leaves scores
-    alone.
+    Weights keep Meta's order; queries and keys are permuted, which leaves scores alone.
     """
 
     def __init__(self, args: Llama4Args) -> None:

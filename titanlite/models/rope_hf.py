@@ -46,7 +46,7 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_scaling(config: Mapping[str, Any]) -> Scaling | None:
-    """Return the scaling of a config.json, if any; entries that `transformers` ignores are ignored.
+    """Return the scaling of a config.json, ignoring what `transformers` ignores.
 
     Raises ValueError for an unknown scaling.
     """

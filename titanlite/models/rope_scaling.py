@@ -176,7 +176,7 @@ class YarnScaling(Scaling):
 
     @property
     def mscale_of_all(self) -> float:
-        """A factor of whole queries and keys, rotated or not, with `mscale_all_dim`; else 1."""
+        """A factor of whole queries and keys with `mscale_all_dim`; else 1."""
         return self._by_length(self.mscale_all_dim) if self.mscale_all_dim else 1.0
 
     def _by_length(self, mscale: float) -> float:

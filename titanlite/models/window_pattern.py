@@ -65,10 +65,10 @@ def full_every(config: Mapping[str, Any], default: int) -> int:
 
 
 def one_rope(config: Mapping[str, Any], theta: float, local_theta: float) -> dict[str, Any]:
-    """Return a config.json with the rotary positions of layers without a window alone.
+    """Return a config.json with the rotary positions of layers without a window.
 
-    theta, local_theta: defaults; the latter is for windows. Raises ValueError for layers with a
-    window that scale RoPE.
+    theta, local_theta: defaults; the latter is for windows. Raises ValueError for windows that
+    scale RoPE.
     """
     tables: dict[str, Any] = entry_of(config, "rope_parameters", dict, {})
     if tables and not {*tables} <= {FULL, WINDOW}:

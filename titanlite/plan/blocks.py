@@ -93,9 +93,7 @@ class Shape:
         return self.products.op(product)
 
     def norm(self, name: str, x: str, rows: int, width: int) -> Op:
-        """`autograd.RMSNorm`: keeps x and a number per row, `OffsetRMSNorm` its factors; in
-        float32.
-        """
+        """`autograd.RMSNorm`, in float32: keeps x and a number per row, `OffsetRMSNorm` factors."""
         numbers = rows * width
         factors = 4 * width if self.args.norm_offset else 0
         return Op(
@@ -211,7 +209,7 @@ def attention_ops(s: Shape) -> list[Op]:
 def embedding(s: Shape, waits: bool) -> ModuleMemory:
     """Return the memory of the embedding, which keeps only tokens.
 
-    waits: its gradient waits whole for the last micro-batch.
+    waits: its whole gradient waits for the last micro-batch.
     """
     table = s.gradient(s.vocabulary * s.args.dim * s.size)
     if s.tp == 1:

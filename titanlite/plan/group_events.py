@@ -40,8 +40,8 @@ class GroupEvents:
     ) -> Iterator[Event]:
         """Gather a group's weights.
 
-        given: bytes of what waits for it: the input in the forward, a gradient in the backward.
-        held: bytes of other buffers. has_begun: the buffers are filled.
+        given: bytes of what waits: an input in the forward, a gradient in the backward. held: of
+        other buffers. has_begun: buffers are filled.
         """
         first = group.modules[0]
         given_part = "activations" if phase == "forward" else "working memory"
@@ -74,7 +74,7 @@ class GroupEvents:
                 yield Free("gathered weights", (group, index))
 
     def divide(self, group: Group) -> Iterator[Event]:
-        """Keep a part of a group's weights after its forward, where few ranks divide them."""
+        """Keep a part of weights after the forward, where few ranks divide them."""
         among = self.run.training.reshard_after_forward
         if isinstance(among, int):
             self._divided.add(group)
@@ -142,7 +142,7 @@ class GroupEvents:
         """Reduce a group's gradients.
 
         made: bytes of new ones. ahead: of the gather that runs. given: of the gradient handed on.
-        freed: the whole weights are freed, each mesh's before its reduction.
+        freed: whole weights are freed, each mesh's before its reduction.
         """
         if not group.trained.weights:
             return
@@ -177,10 +177,9 @@ class GroupEvents:
             yield Alloc("communication", ("replicated", group), part)
 
     def _reduction(self, weights: Sequence[Weight], each: int, made: int) -> tuple[int, list[int]]:
-        """Return the bytes that a reduction leaves (buffer and this rank's part), and those of each
-        step.
+        """Return the bytes that a reduction leaves (buffer, this rank's part), and each step's.
 
-        each: bytes of a number in the whole gradients. made: of all of them.
+        each: bytes of a number in whole gradients. made: of all of them.
         """
         buffer = sum(weight.padded for weight in weights) * self.sizes.reduced
         left = buffer
@@ -200,7 +199,7 @@ class GroupEvents:
         ]
 
     def reduction_buffer(self, group: Group) -> int:
-        """Return the bytes of a reduction's buffers that live on beside the gradients."""
+        """Return the bytes of a reduction's buffers that live on."""
         several = [weights for weights in group.trained.by_mesh if not self._is_alone(weights)]
         return sum(weight.padded for weights in several for weight in weights) * self.sizes.reduced
 
@@ -211,7 +210,7 @@ class GroupEvents:
         )
 
     def _end_waiting(self, group: Group) -> Generator[Event, None, int]:
-        """Free a group's whole gradients of earlier micro-batches; return their bytes."""
+        """Free whole gradients of earlier micro-batches; return their bytes."""
         if group not in self._unreduced:
             return 0
         self._unreduced.remove(group)

@@ -224,10 +224,9 @@ def cluster_of(
 ) -> Cluster:
     """Return the machines of a run: as given, else as section `[launch]` says, for all its ranks.
 
-    gpus: of all machines. Without an instance type a machine has 8 GPUs, each with its share of the
-    network of AWS's slowest machine of 8, else 400 Gbit/s.
-    Raises ConfigError when no GPU is named, or the numbers contradict each other or the run's
-    ranks.
+    gpus: of all machines. Without an instance type a machine has 8 GPUs, with their share of AWS's
+    slowest network for 8, else 400 Gbit/s each.
+    Raises ConfigError when no GPU is named, or numbers contradict each other or the run's ranks.
     """
     instance = _instance_name(run, gpu, instance)
     own = run.launch.gpus_per_node

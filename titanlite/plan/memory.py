@@ -61,9 +61,9 @@ def _memory_of(run: RunConfig, args: LlamaArgs, rank: int, device: str) -> RankM
 
 
 def with_vocabulary(run: RunConfig, tokenizer_size: int | None = None) -> RunConfig:
-    """Return the run with its vocabulary's size as a key, so that no plan needs the tokenizer.
+    """Return the run with its vocabulary's size, so that no plan needs the tokenizer.
 
-    tokenizer_size: None: read from the tokenizer if the model has none. Raises DataError.
+    tokenizer_size: None: read from the tokenizer if necessary. Raises DataError.
     """
     size = run.model_args(tokenizer_size).vocab_size
     if size is None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def state_bytes(weight: Weight, settings: Optimizer, master: int) -> float:
-    """Return the bytes of optimizer state per number of a weight; dotted paths count as AdamW.
+    """Return optimizer bytes per number of a weight; dotted paths count as AdamW.
 
     master: bytes of a number of the weights.
     """

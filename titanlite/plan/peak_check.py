@@ -26,9 +26,9 @@ OTHER_PHASES = SLOW_PHASES - {"profile", "end"}
 class PeakCheck(Callback):
     """Logs this rank's measured peak beside the planned one, after a process's second step.
 
-    It runs before the metrics, whose logs begin a new peak. The first step has no optimizer state
-    before its end, so the second's peak is that of all later ones. read_peak: bytes of this rank's
-    tensors at their peak since the latest log.
+    It runs before the metrics, whose logs begin a new peak. The first step has optimizer state only
+    at its end, so the second's peak is that of later ones. read_peak: bytes of this rank's tensors
+    since the latest log.
     """
 
     def __init__(self, run: RunConfig, read_peak: Callable[[], int]) -> None:

@@ -158,8 +158,8 @@ def make_plan(
 ) -> Plan:
     """Plan a run on a cluster of as many GPUs as its mesh has ranks.
 
-    rank: None: the one that needs most memory, by formula. trace: (run, rank) → its memory instead,
-    as `titanlite.cli.plan.memory_trace` measures it.
+    rank: None: the one with most memory, by formula. trace: (run, rank) → its memory instead, as
+    `titanlite.cli.plan.memory_trace` measures it.
 
     Raises ConfigError for a model without formulas, unless it is traced, and for an unknown rank.
     """

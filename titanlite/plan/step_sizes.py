@@ -213,7 +213,7 @@ class StepSizes:
     def stops_early(self) -> bool:
         """Whether recomputation omits a block's last product and the rest, which no backward needs.
 
-        Compiled halves of a block, as with tensor parallelism, run whole.
+        Compiled halves of a block run whole.
         """
         if self.compiled:
             return self.mesh.tensor == 1

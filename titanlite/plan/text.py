@@ -37,9 +37,9 @@ def plan_text(plan: Plan, style: Style) -> str:
 
 
 def print_plan(run: RunConfig, gpus_per_node: int) -> None:
-    """Print a run's plan on this machine's GPUs, or those of `launch.instance_type`.
+    """Print a run's plan on this machine's GPUs, or on `launch.instance_type`.
 
-    gpus_per_node: ranks here; more than 8 are planned for several machines. Raises ConfigError.
+    gpus_per_node: ranks here; more than 8 are several machines. Raises ConfigError.
     """
     note = ""
     if run.launch.instance_type:

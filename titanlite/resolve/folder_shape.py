@@ -160,10 +160,10 @@ def _as_overrides(args: Any, model: Model) -> dict[str, Any]:
 
 
 def source_problems(model: Model, section: Checkpoint, args: Any) -> Iterator[Problem]:
-    """Compare a run's model, of these arguments, with the one that it starts from.
+    """Compare a run's arguments with the model that it starts from.
 
-    section: with the run's own folder; if that holds checkpoints, the run resumes and nothing is
-    compared. A store is not asked.
+    section: with the run's own folder; if that holds checkpoints, nothing is compared. A store is
+    not asked.
     """
     if section.initial_load_path is None or not section.enable_checkpoint:
         return

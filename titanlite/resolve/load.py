@@ -126,8 +126,7 @@ def smallest_world(config: LoadedConfig) -> int:
 def _shaped(config: LoadedConfig) -> LoadedConfig:
     """Return the config with the shape of `model.flavor = "from_folder"` in model.overrides.
 
-    So a run's config describes its model by itself. Raises ConfigError for a folder without a
-    shape.
+    So a run's config describes its model by itself. Raises ConfigError for a shapeless folder.
     """
     d = config.sections
     if d.model.flavor != FROM_FOLDER:
@@ -176,9 +175,7 @@ def _task_packages(config: LoadedConfig) -> Iterable[Problem]:
 
 
 def _problems_of_run(config: LoadedConfig, run: RunConfig) -> list[Problem]:
-    """Return what does not fit the ranks and the model, which is divided if its numbers are
-    right.
-    """
+    """Return what does not fit the ranks and the model; one with wrong numbers is not divided."""
     d = config.sections
     features = run.features
     pipeline = features.pipeline

@@ -108,7 +108,7 @@ def _global_batches(d: Config, run: RunConfig) -> Iterator[Problem]:
 
 
 def _phase_lengths(d: Config, run: RunConfig) -> Iterator[Problem]:
-    """Check that each phase divides the longest one's sequences, and each rank has whole ones."""
+    """Check that phases divide the longest one's sequences, and ranks have whole ones."""
     lengths = {**run.sequence_lengths}
     lengths.pop("validation.seq_len", None)
     longest = run.row_len
@@ -135,7 +135,7 @@ def _phase_lengths(d: Config, run: RunConfig) -> Iterator[Problem]:
 
 
 def _schedule_unit(d: Config, run: RunConfig) -> Iterator[Problem]:
-    """Check that a schedule's lengths in tokens are not meant as steps."""
+    """Check that a schedule's tokens are not meant as steps."""
     if run.lr_scheduler.unit == "steps":
         return
     lengths = {

@@ -30,8 +30,7 @@ S = TypeVar("S", bound=Any)
 def derive(config: LoadedConfig, world_size: int) -> RunConfig:
     """Derive the run of a config on `world_size` ranks. It checks nothing.
 
-    In epochs it has no length yet: `steps` and `schedule.total_steps` are None, and the schedule is
-    provisional until `with_length`.
+    In epochs its steps are None and its schedule provisional until `with_length`.
     """
     d = config.sections
     told = Told(list(config.notes), [])

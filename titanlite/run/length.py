@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def steps_of(d: Config, course: Course, notes: list[str]) -> int | None:
-    """Return a run's steps, and note how they follow from tokens; None: epochs give them later."""
+    """Return a run's steps, and note how they follow from tokens; None: from epochs later."""
     tokens = d.training.tokens
     if tokens is not None:
         steps = course.steps_with_tokens(tokens)

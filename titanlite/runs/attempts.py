@@ -75,9 +75,9 @@ def read_entries(folder: Path, problems: list[str] | None = None) -> list[dict[s
 def read_attempts(folder: Path, problems: list[str] | None = None) -> Sequence[Attempt]:
     """Return the attempts of a run, oldest first. Unreadable records count as missing.
 
-    An attempt is its start entry and its end entry in one. "time" becomes "started" and "ended"
-    (seconds since 1970), the "step" of the start "first_step". Without an end it has neither
-    "ended" nor "state"; "lost" is of the attempt before. problems: as for `utils.read_lines`.
+    An attempt is its start entry and its end entry in one: "time" becomes "started" and "ended"
+    (seconds since 1970), the start's "step" "first_step". Without an end it has neither "ended" nor
+    "state"; "lost" is of the attempt before. problems: as for `utils.read_lines`.
     """
     found: dict[int, dict[str, Any]] = {}
     for entry in read_entries(folder, problems):

@@ -62,11 +62,11 @@ class RunLock:
             train()
 
     An abandoned lock is taken over, with a warning. On the same machine its process is looked up.
-    Elsewhere (another machine, another container) it must not have been renewed for
-    `LEASE_SECONDS`, by the times of the file system or store; the rest of them is waited for. A run
-    that loses its lock logs an error, and its next save fails (`OwnershipCheck`).
+    Elsewhere, as in another container, it must not have been renewed for `LEASE_SECONDS`, by the
+    times of the file system or store; the rest of them is waited for. A run that loses its lock
+    logs an error, and its next save fails (`OwnershipCheck`).
 
-    It waits for a run that was asked to stop and is saving. Where the launcher was killed, the next
+    It waits for a run that was asked to stop and is saving: where the launcher was killed, the next
     start may come before that run ends.
 
     key: config key of the folder, for messages. ending: whether this run was asked to stop. Raises
@@ -292,10 +292,9 @@ class OwnershipCheck:
 
 
 def last_sign_of_life(folder: Path) -> float | None:
-    """Return when the live run in a folder last renewed its lock, in seconds since 1970.
+    """Return when the live run in a folder last renewed its lock, in seconds since 1970, or None.
 
-    None: no run is alive. A lock from elsewhere is judged by the clocks of both machines: this
-    function writes nothing.
+    A lock from elsewhere is judged by the clocks of both machines: this function writes nothing.
     """
     with suppress(OSError):
         holder = _read(folder / FILE)
@@ -365,11 +364,10 @@ def process_is_alive(holder: dict[str, Any]) -> bool | None:
 
 
 def process_of(pid: int) -> dict[str, Any]:
-    """Return id, start time (clock ticks since boot) and space of a process; without a /proc its
-    id.
+    """Return id, start time (clock ticks since boot) and space of a process; at least its id.
 
-    The space is this boot of the machine and the PID namespace: an id means the same process only
-    there. Host names do not tell that: machines may share one, and so may containers.
+    The space is this boot and the PID namespace, as an id means the same process only there.
+    Machines and containers may share a host name.
     """
     try:
         # The name in parentheses may contain spaces and parentheses. A zombie (Z, X) has ended.

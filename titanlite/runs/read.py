@@ -170,7 +170,7 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
     """Read the run in a folder, or that of a metrics file such as an earlier run's metrics-1.jsonl.
 
     Damaged lines and figures are named in `problems`. Raises RunError for what is no run, and for a
-    config that cannot be read. partial: the latter goes into `problems` instead.
+    config that cannot be read, which with `partial` goes into `problems`.
     """
     path = Path(path)
     problems: list[str] = []
@@ -210,8 +210,8 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
 def _attempts_of_last_run(folder: Path, problems: list[str]) -> tuple[Attempt, ...]:
     """Return the attempts since the last one that began a run.
 
-    A new run in the folder of an earlier one has its own metrics and attempts. It may begin at a
-    step of another run.
+    A new run in an earlier one's folder has its own metrics, and may begin at a step of another
+    run.
     """
     attempts = read_attempts(folder, problems)
     begin = 0

@@ -127,12 +127,12 @@ def open_source(
     """Open the weights in `path`; compare every byte of a checkpoint with its hashes first
     (`progress`).
 
-    ema: those of a checkpoint's average (optimizer.ema_decay). trust_code: import the model's code
-    if the file names code (`titanlite.config.trust`). base: the weights under adapters; None: where
-    the adapters say. described: the model of a checkpoint of torchtitan, which does not tell it.
+    ema: those of a checkpoint's average (optimizer.ema_decay). trust_code: import code that the
+    file names (`titanlite.config.trust`). base: the weights under adapters; None: where the
+    adapters say. described: the model of a checkpoint of torchtitan, which does not tell it.
 
     Raises CheckpointError when it holds no weights, or those of another model than it describes,
-    and ConfigError when it names code that is not trusted.
+    and ConfigError for code that is not trusted.
     """
     if is_torchtitan(path):
         source = _of_torchtitan(path, described)
@@ -305,12 +305,11 @@ def convert(  # noqa: PLR0913
 ) -> AnyPath:
     """Write the weights in `path` to the folder `target`, of Hugging Face's layout; return it.
 
-    path: one of our checkpoints (or a folder of them), or a folder of another program's. The target
+    path: one of our checkpoints (or a folder of them), or another program's folder. The target
     appears when it is whole, and nothing is overwritten. dtype: of tensors in floating point, such
-    as "bfloat16"; None: as they are. report: takes a line about the logits that both sides compute
-    of a sample, and one about the ids of texts; None: neither is compared. ema, trust_code, base,
-    described: as for `open_source`. Of a checkpoint of adapters the merged weights are written, and
-    with `to = "peft"` the adapters alone.
+    as "bfloat16"; None: as they are. report: takes a line about logits and one about ids, which
+    both sides compute; None: neither is compared. ema, trust_code, base, described: as for
+    `open_source`. Adapters are merged; with `to = "peft"` they are written alone.
 
     Raises CheckpointError, also when logits or ids differ; then nothing is published.
     """

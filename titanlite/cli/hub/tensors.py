@@ -168,12 +168,11 @@ def compare_logits(family: str, args: Any, read: Read, folder: Path) -> str:
 
 
 def compare_ids(tokenizer: str, folder: Path) -> str:
-    """Compare the ids of sample texts by `AutoTokenizer`, from an exported folder, with
-    titanlite's.
+    """Return a line that compares `AutoTokenizer`'s ids of sample texts with titanlite's.
 
-    tokenizer: path of the run's. Returns a line. Raises CheckpointError when ids differ, unless
-    `transformers` takes its own class for such a model. No file can change that, and the line says
-    so.
+    folder: an exported one. tokenizer: path of the run's. Raises CheckpointError when ids differ,
+    unless `transformers` takes its own class for such a model. No file can change that, and the
+    line says so.
     """
     from titanlite.data import DataError
     from titanlite.data.tokenizer import load_tokenizer
@@ -304,8 +303,7 @@ def _transformers(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 def _pretrained(folder: Path) -> Any:
     """Return the model of `transformers` for a folder, which may be of somebody else.
 
-    No code of it runs: files that `auto_map` names stay unread, and kernels that config.json names
-    are not fetched.
+    No code of it runs: files in `auto_map` stay unread, and kernels in config.json are not fetched.
     """
     from transformers import AutoModelForCausalLM
 

@@ -47,11 +47,11 @@ _BY_FORMULA = "plan it by formula, without --exact"
 def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
     """Run a training step of rank `rank` without data, and return its memory by part.
 
-    device: "cuda" or "cpu", for the run's optimizer and offload. Compiled modules run eagerly,
-    which keeps more: the result is an upper bound.
+    device: "cuda" or "cpu". Compiled modules run eagerly, which keeps more: the result is an upper
+    bound.
 
-    Raises ConfigError for a run that offloads to the host, and RuntimeError in a process that has a
-    default process group: the trace makes one of its own.
+    Raises ConfigError for a run that offloads to the host, and RuntimeError in a process with a
+    default process group: the trace makes its own.
     """
     if run.training.enable_cpu_offload or run.activation_checkpoint.offload:
         message = "a trace has no host memory, and this run offloads to it"

@@ -25,7 +25,7 @@ _MOE_LAYER = {
 
 
 def feed_forward_plan(args: ExpertArgs) -> dict[str, str]:
-    """Return module name in a block → how tensor parallelism divides it, of the feed-forward."""
+    """Return the tensor parallelism of a feed-forward's modules."""
     if args.n_experts:
         shared = dict.fromkeys(args.feed_forward_linears(), "heads")
         return {**_MOE_LAYER, **shared}
@@ -53,7 +53,7 @@ def tensor_sizes(args: ExpertArgs) -> dict[str, int]:
 def expert_spec(
     name: str, flavors: Mapping[str, Any], hf: HFTable | None = None, **different: Any
 ) -> ModelSpec:
-    """Return the spec of a decoder with experts. different: fields that differ from Mixtral's."""
+    """Return the spec of a decoder with experts. different: fields unlike Mixtral's."""
     common = {
         "build": imported_when_called("titanlite.models.experts.layer:MoEDecoder"),
         "block_plan": block_plan,

@@ -32,14 +32,14 @@ class SharedExperts(FeedForward):
 class MoE(nn.Module):
     """A router and its experts.
 
-    The router's losses get their gradients here; the model's output does not contain them. Both are
-    means over the tokens of a step and over layers, as `transformers` weights them.
+    The router's losses get their gradients here, not in the output. Both are means over a step's
+    tokens and layers, as in `transformers`.
 
-    step_tokens: tokens of a step over all ranks and micro-batches, which divide the losses. 0: they
-    are means over each call's tokens.
+    step_tokens: tokens of a step over all ranks and micro-batches. 0: losses are means over a
+    call's tokens.
     record: [experts + 3] float64, or None. Training calls add each expert's rows, their tokens, and
-    the token sums of load-balancing loss and z-loss. Recomputation adds them again, so only their
-    ratios mean something.
+    the token sums of load-balancing loss and z-loss. Recomputation adds them again, so only ratios
+    mean something.
     load: [experts] int64, or None. Training calls add each expert's rows, in the same way.
     """
 

@@ -125,7 +125,7 @@ def args_from_hf(content: Mapping[str, Any], overrides: Mapping[str, Any] | None
 
 
 def hf_config(args: HFArgs) -> dict[str, Any]:
-    """Return a config.json with every entry, to compare two; the tokenizer's ids are left out."""
+    """Return a complete config.json, to compare two; the tokenizer's ids are left out."""
     entries = dict(args.skeleton.config.to_dict())
     for name in (*_IGNORED, "bos_token_id", "eos_token_id"):
         entries.pop(name, None)

@@ -22,10 +22,7 @@ class Extras(NamedTuple):
 
 
 def causal_model(config: Any, extras: Extras | None = None) -> Any:
-    """Return the model of a config on the current default device, as `ModelSpec` wants it.
-
-    extras: None for facts alone.
-    """
+    """Return a config's model on the current default device. extras: None for facts alone."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -26,7 +26,7 @@ _NO_KERNELS = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_m
 
 
 def refused(message: str, advice: str = "", field: str = "hf_config") -> ShapeError:
-    """Return the error of a config that cannot be trained. field: of `[model]`."""
+    """Return the error of an untrainable config. field: of `[model]`."""
     return ShapeError(Problem("model", field, message, advice))
 
 

@@ -19,7 +19,7 @@ def fsdp_units(args: HFArgs) -> list[tuple[str, ...]]:
 
 
 def sublayer_names(args: HFArgs) -> list[str]:
-    """Return the parts of each block that have linears."""
+    """Return each block's parts with linears."""
     from torch import nn
 
     names = []
@@ -31,8 +31,8 @@ def sublayer_names(args: HFArgs) -> list[str]:
 
 
 def linears(args: HFArgs) -> dict[str, Size]:
-    """Return name → size of every linear, without routers, whose few outputs decide about tokens,
-    and heads that are not named `lm_head`.
+    """Return name → size of every linear but routers, whose few outputs decide about tokens, and
+    heads not named `lm_head`.
     """
     from torch import nn
 

@@ -35,7 +35,7 @@ NAME = "titanlite"
 
 
 class Mask(NamedTuple):
-    """What takes the place of a mask [batch, 1, seq, seq] on its way to attention."""
+    """Takes the place of a mask [batch, 1, seq, seq]."""
 
     documents: DocumentMask
     #: Tokens that a token sees, itself included; None: all before it.
@@ -47,7 +47,7 @@ _documents: ContextVar[DocumentMask | None] = ContextVar("documents", default=No
 
 
 class NoDocuments(ValueError):
-    """A model cannot stop its attention at documents in one of the ways."""
+    """A model cannot stop attention at documents in one of the ways."""
 
 
 def _make_mask(*args: Any, **given: Any) -> Any:
@@ -61,9 +61,7 @@ def _make_mask(*args: Any, **given: Any) -> Any:
 
 
 def _window_of(seen: Callable[..., Any]) -> int | None:
-    """Return a mask function's window. Raises NoDocuments unless attention is causal or
-    windowed.
-    """
+    """Return a mask function's window. Raises NoDocuments for other kinds of attention."""
     from transformers.masking_utils import causal_mask_function, sliding_window_overlay
 
     if seen is causal_mask_function:
@@ -144,7 +142,7 @@ class _Packed:
 
 @contextlib.contextmanager
 def within(doc_ids: Tensor, way: str) -> Iterator[dict[str, Tensor]]:
-    """Let `transformers` make masks of documents; yield arguments for the model's call.
+    """Let `transformers` make masks of documents; yield the call's arguments.
 
     doc_ids: [batch, seq] int. way: VARLEN after `exchange`, or MASKS.
     """
@@ -164,7 +162,7 @@ def within(doc_ids: Tensor, way: str) -> Iterator[dict[str, Tensor]]:
 
 
 def packed(args: HFArgs, model: Any, doc_ids: Tensor) -> AbstractContextManager[dict[str, Tensor]]:
-    """Let attention stop at documents; return arguments for the model's call.
+    """Let attention stop at documents; return the call's arguments.
 
     doc_ids: [batch, seq] int. Raises ValueError if it cannot.
     """

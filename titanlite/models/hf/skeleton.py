@@ -118,7 +118,7 @@ def _check_layerdrop(model: Any, config: Any) -> None:
 
 @contextlib.contextmanager
 def _recorded() -> Iterator[dict[int, tuple[str, Any, Tensor]]]:
-    """Record what last set each whole tensor: id → name, arguments, tensor (to keep the id)."""
+    """Record what last set each tensor: id → name, arguments, tensor (keeps the id)."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from transformers.initialization import TORCH_INIT_FUNCTIONS as FUNCTIONS
 
@@ -167,7 +167,7 @@ def _rule(name: str, operation: str, given: tuple[Any, ...]) -> Init:
 
 
 def _blocks(model: Any) -> list[str]:
-    """Return the blocks that `transformers` does not split, else the longest list of one class."""
+    """Return the blocks that `transformers` does not split, else the longest list of a class."""
     from torch import nn
 
     whole = set(model._no_split_modules or ())
