@@ -58,7 +58,7 @@ def read_datasets(run: RunConfig, share: Share = alone) -> Datasets:
 
 
 def _compare_source(run: RunConfig, vocabulary: int) -> None:
-    """Raise ConfigError if the model that the run starts from is another."""
+    """Raise ConfigError if the run starts from another model."""
     from titanlite.resolve.folder_shape import source_problems
 
     refuse(list(source_problems(run.model, run.checkpoint, run.model_args(vocabulary))))
@@ -105,7 +105,7 @@ def phases_of(run: RunConfig) -> Phases | None:
 def read_held_out(run: RunConfig, tokenizer: Tokenizer, share: Share = alone) -> dict[str, Rows]:
     """Read the texts of validation, by name.
 
-    Raises as `read_datasets`, and ConfigError for a full pass without end.
+    Raises as `read_datasets`, and ConfigError for a full pass over endless text.
     """
     seq_len = run.validation.seq_len or run.training.seq_len
     found = text_reader(run, tokenizer, share).held_out(run.validation, seq_len)

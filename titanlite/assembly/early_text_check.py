@@ -15,7 +15,8 @@ _RECORDS = 8
 def first_look(run: RunConfig, seconds: float = 2.0) -> str:
     """Open the tokenizer and the first records of each local text, without a network.
 
-    Returns what to say after so many seconds. Raises DataError and ShapeError as the run would.
+    Returns what to say if that takes longer than `seconds`. Raises DataError and ShapeError as the
+    run would.
     """
     failures: list[Exception] = []
 

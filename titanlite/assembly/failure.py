@@ -80,7 +80,7 @@ def explain_memory(
 
 
 def first_here(store: Store | None) -> bool:
-    """Return whether no other rank of this machine asked before; without the store always True."""
+    """Return whether no other rank of this machine asked before; True without the store."""
     with contextlib.suppress(Exception):
         return store is None or store.add(f"out of memory on {socket.gethostname()}", 1) == 1
     return True
@@ -89,7 +89,7 @@ def first_here(store: Store | None) -> bool:
 def print_error(message: str, code: int) -> int:
     """Print why the run ends, once per node, and return `code`.
 
-    The first worker to leave makes torchrun end the others. So ranks that do not print wait for the
+    The first worker to leave makes torchrun end the others, so ranks that do not print wait for the
     one that does.
     """
     message = escape(message)

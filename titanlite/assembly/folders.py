@@ -35,7 +35,7 @@ def lock_folders(
 ) -> Iterator[None]:
     """Lock the run's folder and the real path of its checkpoint folder against other runs.
 
-    `ending` tells whether this run was asked to stop; it also writes to `others`. Raises
+    `ending` tells whether this run was asked to stop; `others` are written to besides. Raises
     LockedError, ConfigError for a link or a run's folder that is not writable, and CheckpointError
     for checkpoints or a store.
     """
@@ -70,7 +70,7 @@ def _refuse_links(run_folder: Path, checkpoints: str, others: Sequence[str]) -> 
 
 
 def _checkpoint_folder(run_folder: Path, section: Checkpoint) -> AnyPath | None:
-    """Return the folder of the checkpoints unless it is the run's own.
+    """Return the checkpoints' folder unless it is the run's own.
 
     It also asks the store of `checkpoint.initial_load_path`.
     """
@@ -122,7 +122,7 @@ def _not_writable(key: str, folder: AnyPath, error: OSError) -> ConfigError:
 
 
 def show_config(job: Job, toml: str) -> None:
-    """Print and save the whole config as one TOML file, as `job` asks. Raises ConfigError."""
+    """Print and save the whole config as TOML, as `job` asks. Raises ConfigError."""
     from titanlite.runs.provenance import public_config
 
     if job.print_config:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelParts:
-    """A model with its initial weights on this rank, and what runs it."""
+    """A model with initial weights on this rank, and what runs it."""
 
     mesh: DeviceMesh
     #: The model's arguments.
@@ -84,7 +84,6 @@ def _builder(run: RunConfig, args: Any, mesh: DeviceMesh, device: torch.device) 
 
 
 def _loss(run: RunConfig, builder: ModelBuilder) -> LossFunction:
-    """The loss keeps that of each row if a mixture needs it."""
     loss = builder.loss()
     if not run.data.source:
         return loss

@@ -40,13 +40,13 @@ def check_model(run: RunConfig, tokenizer_size: int) -> None:
 
 
 def feature_problems(run: RunConfig, args: Any | None) -> Iterator[Problem]:
-    """Find what this machine lacks for features of a run; `args` None are not known yet."""
+    """Find what this machine lacks for features; `args` may be unknown yet."""
     for feature in run.features.on:
         yield from feature.machine_problems(run, args)
 
 
 def compile_problems(run: RunConfig) -> Iterator[Problem]:
-    """Find what this machine lacks for `torch.compile`; else set the folder of compiled code."""
+    """Find what `torch.compile` lacks here, or set the folder of compiled code."""
     if not run.training.compile:
         return
     from titanlite.parallel.compile import CACHE_VARIABLE, check_backend, use_cache_folder

@@ -67,7 +67,7 @@ class RankCheckError(RuntimeError):
 
 @dataclass(frozen=True)
 class Rank:
-    """What is known of a rank, and its measured seconds, each the shortest of several."""
+    """What is known of a rank, with measured seconds, each the shortest of several."""
 
     number: int
     host: str
@@ -284,7 +284,7 @@ def _measured(rank: Rank, world: DistEnv, sees_folder: bool) -> Rank:
 
 
 def products(device: torch.device) -> tuple[float, tuple[int, ...]]:
-    """Return the fastest seconds of a product of two fixed matrices, and the products' digests."""
+    """Return the fastest seconds of two fixed matrices' product, and the products' digests."""
     rows = _ROWS[device.type]
     dtype, bits, warm = torch.float32, torch.int32, 0.0
     if device.type == "cuda":

@@ -94,7 +94,7 @@ def _rows(parts: TrainingComponents, run: RunConfig, peak: float | None) -> Iter
 
 
 def parameters_text(model: nn.Module) -> str:
-    """Return the parameters of a model and of its top-level modules; a tied weight counts once."""
+    """Return the parameters by top-level module; a tied weight counts once."""
     counts: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         top = name.partition(".")[0]
@@ -156,7 +156,7 @@ def batch_text(batch: BatchSizes, mesh: MeshSizes) -> str:
 
 
 def length_text(run: RunConfig, epoch: int | None) -> str:
-    """Return the length of a run; `epoch` counts the text's tokens, if known."""
+    """Return a run's length; `epoch` counts the text's tokens, if known."""
     text = f"{counted(run.steps or 0, 'steps')}, {run.tokens:,} tokens"
     if epoch and run.tokens:
         passes = f"{run.tokens / epoch:.3g}"
@@ -165,7 +165,7 @@ def length_text(run: RunConfig, epoch: int | None) -> str:
 
 
 def schedule_text(schedule: Schedule, floor: float) -> str:
-    """Return the parts of a schedule; `floor` is the lowest learning rate of the decay."""
+    """Return the parts of a schedule; `floor` is the decay's lowest learning rate."""
     unit = schedule.unit
     parts = [f"warm-up {counted(schedule.warmup_steps, unit)}"]
     if schedule.plateau_steps:

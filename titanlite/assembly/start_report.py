@@ -102,7 +102,7 @@ class StartReport(Callback):
 
 
 def began(section: Checkpoint, loaded: LoadedState | None, source_key: str = SOURCE) -> str:
-    """Return from where a run starts, and why; `source_key` names a new run's source."""
+    """Return from where a run starts, and why."""
     if not section.enable_checkpoint:
         return "a fresh run, checkpoints are off"
     asked = f"checkpoint.start = {section.start}"
@@ -127,7 +127,7 @@ _PLAIN = {"phases": [], "peaks": [], "in_tokens": False}
 
 
 def schedule_change(loaded: LoadedState, rate: LearningRate, steps: int) -> str | None:
-    """Return how learning rates differ from those of the checkpoint's run, if they do."""
+    """Return how learning rates differ from the checkpoint's, if they do."""
     saved = loaded.train.get("schedule")
     if loaded.origin != "resume" or "lr_scheduler" in loaded.left_out or type(saved) is not dict:
         return None

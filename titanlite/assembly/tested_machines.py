@@ -11,7 +11,7 @@ TESTED = "titanlite is tested on NVIDIA GPUs and CPUs with Linux, and on CPUs wi
 
 
 def system_problem() -> str:
-    """Return why nothing can run on this operating system; "" on Linux and macOS."""
+    """Return why this operating system cannot run anything; "" on Linux and macOS."""
     if os.name == "posix":
         return ""
     name = "Windows" if os.name == "nt" else os.name
@@ -22,7 +22,7 @@ def system_problem() -> str:
 
 
 def accelerator_warning() -> str:
-    """Return what is untested or unused of this machine, or "" for NVIDIA GPUs or CPUs alone."""
+    """Return what is untested or unused here, or "" for NVIDIA GPUs or CPUs alone."""
     import torch
 
     if torch.version.hip is not None:

@@ -138,7 +138,7 @@ def run(  # noqa: PLR0913
     """Run a command as `start` does, to its end; return its exit code.
 
     An exception meanwhile, such as Stopped, ends the command first: it gets the signal `ask`, and
-    `grace` seconds. Of two signals the first one is raised. Raises OSError, and
+    `grace` seconds. Of two signals the first is raised. Raises OSError, and
     subprocess.TimeoutExpired after `seconds`.
     """
     process = start(command, console, environment, folder)
@@ -158,7 +158,7 @@ def end(
 ) -> None:
     """Ask a command to end within `grace` seconds.
 
-    Then, or on a second signal, kill it and all that it started. The signal is raised afterwards.
+    Then, or on a second signal, kill it and all that it started, and raise the signal.
     """
     process.send_signal(ask)
     try:

@@ -14,7 +14,7 @@ from titanlite import exit_codes
 
 
 class DataError(ValueError):
-    """Bad text, tokenizer or settings. The message names the file, the record and the remedy."""
+    """Bad text, tokenizer or settings. The message names the place and the remedy."""
 
     exit_code = exit_codes.CONFIG
 

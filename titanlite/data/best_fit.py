@@ -29,10 +29,9 @@ GROUP = 4096
 
 
 class BestFitDataset(PackedDataset):
-    """Sequences of whole documents by global index; the arguments are those of `PackedDataset`.
+    """Sequences of whole documents by global index, with the arguments of `PackedDataset`.
 
-    Every token is served once per epoch, and is a target once unless it is a document's first. Rows
-    are filled up with padding.
+    Every token is served once per epoch, and is a target once unless it is a document's first.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class BestFitDataset(PackedDataset):
         return {**super().settings, **cut, "packing": "best-fit"}
 
     def ranges(self, window: int) -> list[list[Range]]:
-        """Return the pieces of a row by document, each with the next token of its document."""
         row = window % self.sequences_per_epoch
         offsets = self.corpus.offsets
         begins = self._begins[self._starts[row] : self._starts[row + 1]]
@@ -80,10 +78,9 @@ class BestFitDataset(PackedDataset):
 def packed(
     offsets: NDArray[np.int64], order: NDArray[np.int64], seq_len: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the first token of each piece, row by row [pieces], and the first piece of each row
-    [rows + 1].
+    """Return the first token of each piece [pieces], and the first piece of each row [rows + 1].
 
-    `offsets` are those of a `Corpus`; a row is as early as its first piece in `order`.
+    A row is as early as its first piece in `order`.
     """
     pieces = -(-np.diff(offsets)[order] // seq_len)
     document = np.repeat(order, pieces)

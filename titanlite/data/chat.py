@@ -50,7 +50,7 @@ PLAIN_TEMPLATE = (
 
 
 class ChatTemplate(NamedTuple):
-    """A Jinja `source`, and the `tokens` that it can use by name, such as bos_token."""
+    """A Jinja `source`, and the `tokens` that it uses by name, such as bos_token."""
 
     source: str
     tokens: tuple[tuple[str, str], ...] = ()

@@ -54,14 +54,14 @@ class Request(NamedTuple):
 
 
 class _NoTurnError(Exception):
-    """A turn of the assistant, counted from 1, is not found in the rendered text."""
+    """A turn of the assistant, counted from 1, is not found."""
 
 
 # Rendering
 
 
 def answer(request: Request) -> tuple[str, str]:
-    """Return the kind of the answer and its text."""
+    """Return the kind of an answer and its text."""
     import jinja2
 
     variables: dict[str, Any] = {"tools": None, "documents": None, **request.tokens}
@@ -113,7 +113,7 @@ def _marked(messages: Sequence[Mapping[str, Any]], text: Callable[..., str]) -> 
 
 @lru_cache(maxsize=8)
 def _compiled(source: str) -> Any:
-    """Compile a template in the environment of `transformers`, without the date of today."""
+    """Compile as `transformers` does, without the date of today."""
     import jinja2
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError

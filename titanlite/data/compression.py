@@ -26,7 +26,7 @@ def is_compressed(head: bytes) -> bool:
 
 
 def decompressed(file: Any, name: Path | str) -> io.BufferedReader[Any]:
-    """Return the content of an open file, decompressed if need be; errors use `name`."""
+    """Return the content of an open file, decompressed if need be."""
     whole = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file, _BUFFER)
     head = whole.peek(4)
     if head.startswith(_GZIP):

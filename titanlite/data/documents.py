@@ -22,7 +22,7 @@ class Document(NamedTuple):
 
 
 def documents_of(rows: Rows, index: int, source: str) -> list[Document]:
-    """Return the documents of row `index`; the last may have only the row's last target."""
+    """Return the documents of row `index`; the last may have only its last target."""
     source, text, number = rows.text_at(index, source)
     found: list[Document] = []
     left = rows.seq_len

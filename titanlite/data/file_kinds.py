@@ -70,13 +70,13 @@ _DOCUMENTATION_IN_CAPITALS = re.compile(
 
 
 def kind_of_name(name: str) -> Kind | None:
-    """Return the kind of text that the name of a file stands for."""
+    """Return the kind of text that a file's name stands for."""
     found = _ENDING.search(name.lower())
     return _BY_SUFFIX[found[1]] if found else None
 
 
 def is_csv(name: str) -> bool:
-    """Return whether the name is one of CSV or TSV, perhaps compressed."""
+    """Return whether a name is CSV or TSV, perhaps compressed."""
     return kind_of_name(name) is None and bool({"csv", "tsv"} & {*name.lower().split(".")[1:]})
 
 
@@ -92,7 +92,7 @@ def is_hidden(path: str) -> bool:
 
 
 def why_no_text(path: str) -> str | None:
-    """Return why a path below a folder is no text, or None if it is."""
+    """Return why a path below a folder is no text, or None."""
     if is_hidden(path):
         return "hidden"
     name = path.rpartition("/")[2]

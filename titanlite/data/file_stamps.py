@@ -34,7 +34,7 @@ class FileStamps:
     stamps: tuple[str, ...]
 
     def entries(self) -> list[str]:
-        """Return each file's stamp and name without folder, as checkpoints keep them."""
+        """Return stamps and names without folders, as checkpoints keep them."""
         pairs = zip(self.stamps, self.names, strict=True)
         return [f"{stamp} {_base(name)}" for stamp, name in pairs]
 
@@ -49,7 +49,7 @@ def stamp_of(size: object, tag: object = None, time: object = None) -> str:
 
 
 def local_stamps(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the stamps of local files; those of URLs and unreadable files are empty."""
+    """Return stamps of local files; those of URLs and unreadable files are empty."""
     found = []
     for name in names:
         stamp = stamp_of(None)

@@ -105,7 +105,7 @@ def read_file(
     start: int = 0,
     patience: float = 0.0,
 ) -> Iterator[Record]:
-    """Iterate over the records of a local file or URL, see `iter_rows` and `remote.retried`."""
+    """Iterate over the records of a local file or URL, see `iter_rows`, `remote.retried`."""
     try:
         file = _open(str(name), patience)
     except OSError as error:
@@ -124,7 +124,7 @@ def _open(name: str, patience: float) -> BinaryIO:
 
 
 def plain_kind(file: BinaryIO, name: str) -> Format | None:
-    """Return the kind of an open file; None if it is compressed. Raises DataError."""
+    """Return an open file's kind; None if it is compressed. Raises DataError."""
     head = file.read(_HEAD)
     return None if is_compressed(head) else _kind_of(head, name)
 

@@ -60,7 +60,7 @@ class StreamText:
 
 
 class Place(NamedTuple):
-    """Where a lane stands: before a token of a document of a block, by their numbers."""
+    """A lane's place: before a token of a document of a block, by number."""
 
     epoch: int = 0
     #: Number of the shard in the lane's order of this epoch, and the row of it where the block
@@ -98,7 +98,7 @@ class _Block(NamedTuple):
 
 
 class _Ahead(Generic[_T]):
-    """Takes items of an iterator, while the pool, if any, prepares the next one."""
+    """Takes items of an iterator, while a pool prepares the next one."""
 
     def __init__(self, items: Iterator[_T], pool: Pool | None) -> None:
         self._items = items
@@ -138,7 +138,7 @@ class LaneReader:
         )
 
     def documents(self, start: Place) -> Iterator[list[_Document]]:
-        """Yield tokenized documents in order, some at a time, and [] at the end of a block."""
+        """Yield tokenized documents in order, some at a time, and [] after each block."""
         blocks = _Ahead(self._blocks(start), self.readers)
         first = start.document
         while True:
@@ -225,7 +225,7 @@ class LaneReader:
 
 
 class Lane:
-    """The rows of a lane, in order, from a place on; `count` rows were served before."""
+    """The rows of a lane, in order, after `count` rows."""
 
     def __init__(self, reader: LaneReader, count: int, start: Place) -> None:
         self.reader = reader

@@ -19,7 +19,7 @@ _SHOWN = 3
 
 
 class UnclearTextError(DataError):
-    """Several files of a folder could be meant, or none is of the wanted split."""
+    """Several files could be meant, or none is of the wanted split."""
 
     def __init__(self, key: str, reason: str, lines: Sequence[str] = ()) -> None:
         self.key, self.reason, self.lines = key, reason, tuple(lines)
@@ -27,10 +27,10 @@ class UnclearTextError(DataError):
 
 
 class FoundFile(NamedTuple):
-    """A file of a folder.
+    """A file of a folder, at `relative` below it, with slashes.
 
-    `relative` is its path below the folder, with slashes. `size` is in bytes. `stamp` is what a
-    store tells of it. `stated_kind` says its kind, if that is no text.
+    `size` is in bytes. `stamp` is what a store tells of it. `stated_kind` says a kind that is no
+    text.
     """
 
     name: str
@@ -69,7 +69,7 @@ class FoundFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a text in the order of reading, and what lies beside them."""
+    """The files of a text in the order of reading, and those beside them."""
 
     files: tuple[str, ...]
     #: Name of a kind → number of files.

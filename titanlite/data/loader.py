@@ -53,7 +53,6 @@ class Fetched(NamedTuple):
 
     @property
     def sequences(self) -> list[int]:
-        """The sequences of the step, over all ranks."""
         first, end = self.before["next_sequence"], self.after["next_sequence"]
         left_out = skip_ranges.merged(self.after.get("left_out", ()))
         return skip_ranges.take(
@@ -125,7 +124,7 @@ class TrainLoader:
         self._skipped_before: tuple[Range, ...] = ()
 
     def follow(self, course: Course) -> None:
-        """Take steps of these sizes from now on; without it all have the global batch."""
+        """Take steps of these sizes from now on. Without it all have the global batch."""
         at_once = self.micro_batch_size * self.dp_degree
         for _, size in course.legs:
             if size.sequences % at_once:

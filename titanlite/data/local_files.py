@@ -72,7 +72,7 @@ def _files_of(folder: Path) -> Iterator[FoundFile]:
 def all_files(path: Path) -> Iterator[Path]:
     """Yield the files of a folder and all subfolders, also behind links, each folder once.
 
-    Folders with a dot before the name are left out.
+    Folders whose names begin with a dot are left out.
     """
     seen: set[str] = set()
     for folder, subfolders, names in os.walk(path, followlinks=True):

@@ -33,7 +33,7 @@ class Part(DocumentArray):
     """A file of `size` tokens, of a prepared folder unless a subclass says otherwise.
 
     `tokens` [size] are plain arrays over the maps, as slices of a memmap are slower. `offsets` are
-    [documents + 1]. `remedy` is for errors about ids that are too high.
+    [documents + 1].
     """
 
     file: Path

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def training_texts(training: Training, data: Data) -> dict[str, DataSource]:
-    """Return the texts of training by their sections, see `key_of`."""
+    """Return the texts of training by section, see `key_of`."""
     if data.source:
         return _by_number("data.source", data.source)
     text = DataSource(
@@ -35,7 +35,7 @@ def training_texts(training: Training, data: Data) -> dict[str, DataSource]:
 
 
 def held_out_texts(validation: Validation) -> dict[str, DataSource]:
-    """Return the texts of validation by their sections."""
+    """Return the texts of validation by section."""
     if validation.sources:
         return _by_number("validation.sources", validation.sources)
     text = DataSource(
@@ -52,7 +52,7 @@ def _by_number(key: str, sources: list[DataSource]) -> dict[str, DataSource]:
 
 
 def key_of(section: str, field: Literal["name", "path"] = "name") -> str:
-    """Return the key of the name or path of a text, by its section."""
+    """Return the key of a text's name or path."""
     if section.endswith("]"):
         return f"{section}.{field}"
     return f"{section}.dataset_path" if field == "path" else f"{section}.dataset"
@@ -61,7 +61,7 @@ def key_of(section: str, field: Literal["name", "path"] = "name") -> str:
 def open_choices(
     training: Training, data: Data, validation: Validation
 ) -> Iterator[UnclearTextError]:
-    """Yield the errors of folders that leave open which of their files are meant."""
+    """Yield the errors of folders that leave open which files are meant."""
     texts = training_texts(training, data)
     if validation.enable:
         texts |= held_out_texts(validation)

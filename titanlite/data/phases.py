@@ -40,11 +40,11 @@ class Phases:
     skip: tuple[Range, ...] = ()
 
     def rates(self, done: Progress = FRESH) -> tuple[tuple[int, float], ...]:
-        """Return first step and learning rate factor of each phase, in order."""
+        """Return first step and learning rate factor of each phase."""
         return tuple((begin.step, begin.phase.lr_factor) for begin in self._begins(done))
 
     def peaks(self, done: Progress = FRESH) -> tuple[tuple[int, float], ...]:
-        """Return first step and peak learning rate of each phase that has one, in order."""
+        """Return first step and peak learning rate of phases that have one."""
         found = []
         for begin in self._begins(done):
             if begin.phase.lr is not None:
@@ -83,9 +83,8 @@ class Phases:
         return f"{saved} there, {wanted} here (by training.global_batch_size and data.phase)"
 
     def expected_batch(self, step: int, train: Mapping[str, Any]) -> int:
-        """Return the sequences of a step in this run, by the train state after it.
-
-        If that leaves two sizes open, it is the saved one.
+        """Return the sequences of a step by the train state after it; if two sizes fit, the saved
+        one.
         """
         tokens = train.get("tokens_seen")
         saved = train.get("global_batch")
@@ -107,7 +106,7 @@ class Phases:
 
     @property
     def row_len(self) -> int:
-        """Tokens of a row of the data order: those of the run's longest sequence."""
+        """Tokens of a row of the data order: the run's longest sequence."""
         lengths = [phase.seq_len for phase in self.phases if phase.seq_len is not None]
         return max([self._first_len, *lengths])
 

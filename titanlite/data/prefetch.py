@@ -46,7 +46,7 @@ class StepLoader(Protocol):
 class _Ahead:
     """Calls `make` in a thread, `depth` times ahead of `take`, until it raises.
 
-    The thread ends with `stop`, when this is collected, and with the interpreter.
+    The thread ends with `stop`, this object, or the interpreter.
     """
 
     def __init__(self, make: Callable[[], _Step], depth: int, pin: bool) -> None:
@@ -151,7 +151,7 @@ class Prefetcher:
         return step.batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state after the last step handed out, however many are prepared."""
+        """Return the state after the last step handed out, however many are prepared."""
         if self._last is None:
             return self.loader.state_dict()
         return dict(self._last[0])

@@ -29,10 +29,7 @@ SUFFIXES = ("tokens", "offsets", "targets")
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Return the content of a prepared folder's index.
-
-    Raises DataError if it is missing or damaged.
-    """
+    """Return a prepared folder's index. Raises DataError if it is missing or damaged."""
     file = folder / INDEX
     try:
         index: dict[str, Any] = parse_json(file.read_bytes())
@@ -72,7 +69,7 @@ def fingerprint_of(index: Mapping[str, Any]) -> str:
 
 
 def checksum_of(index: Mapping[str, Any]) -> str:
-    """Return the hex digest of all that an index says; folders of older versions have none."""
+    """Return the hex digest of a whole index; folders of older versions have none."""
     said = {name: value for name, value in index.items() if name != "checksum"}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
@@ -104,6 +101,6 @@ def part_of(folder: Path, index: Mapping[str, Any], record: Mapping[str, Any]) -
 
 
 def hashes_of(folder: Path, record: Mapping[str, Any], records: Path | None = None) -> PartHashes:
-    """Return the hashes of a part's files; `records` is the folder of records of whole parts."""
+    """Return the hashes of a part's files; `records` holds records of whole parts."""
     hashes = record["checksums"].items()
     return PartHashes({folder / f"{record['name']}.{end}": one for end, one in hashes}, records)

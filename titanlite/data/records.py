@@ -61,7 +61,7 @@ class Columns(NamedTuple):
         return f"name the field by {self.section}.{key}"
 
     def check(self, names: Collection[str], where: str) -> None:
-        """Raise DataError unless the `names` of a table's columns include all that are read."""
+        """Raise DataError unless `names` of columns include all that are read."""
         for column in self.wanted:
             if column not in names:
                 raise DataError(
@@ -106,14 +106,14 @@ def strings_of(record: object, columns: Columns, where: str) -> list[Any]:
 
 
 def are_turns(value: object, keys: Collection[str]) -> bool:
-    """Return whether a value is a list of tables that all have these keys."""
+    """Return whether a value is a list of tables with these keys."""
     if not isinstance(value, list):
         return False
     return all(isinstance(one, dict) and all(map(one.get, keys)) for one in value)
 
 
 def cut(value: object) -> str:
-    """Return a value as JSON for an error, a long one with an ellipsis."""
+    """Return a value as JSON, a long one with an ellipsis."""
     if isinstance(value, bytes):
         value = value.decode(errors="replace")
     text = json.dumps(value, ensure_ascii=False, default=str)

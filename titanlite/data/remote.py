@@ -132,9 +132,7 @@ def _wait_after(reason: BaseException, tries: int) -> float:
 
 
 def _reason(error: Exception) -> BaseException:
-    """Return a server's real error: fsspec turns every error of opening HTTP into "no such
-    file".
-    """
+    """fsspec turns every error of opening HTTP into "no such file"."""
     cause = error.__cause__
     if cause is not None and type(cause).__module__.startswith(("aiohttp", "botocore")):
         return cause
@@ -149,7 +147,7 @@ def _status(error: BaseException) -> int | None:
 
 
 class _Checked:
-    """A session of aiohttp that hands on size and headers of each answer with bytes of a file."""
+    """A session of aiohttp that hands on size and headers of each answer with bytes."""
 
     def __init__(
         self, session: Any, check: Callable[[int | None, Mapping[str, Any]], None]
@@ -204,7 +202,6 @@ class RemoteReader(io.RawIOBase):
             self._file.session = _Checked(self._file.session, self._check)
 
     def _check(self, size: int | None, about: Mapping[str, Any]) -> None:
-        """Note what identifies the file, or compare it; `about` has headers of fsspec or HTTP."""
         tag = str(about.get("ETag") or "").removeprefix("W/") or None
         found = size, tag, str(about.get("Last-Modified") or "") or None
         self.identity = self.identity or found
@@ -215,7 +212,7 @@ class RemoteReader(io.RawIOBase):
                 )
 
     def _timeouts(self) -> dict[str, Any]:
-        """Return fsspec's HTTP options: a large file may take long, a silent server may not."""
+        """A large file may take long, a silent server may not."""
         try:
             import aiohttp
         except ImportError as error:

@@ -23,7 +23,7 @@ IGNORE = -100
 
 
 def max_documents(seq_len: int) -> int:
-    """Return the most documents of a row that attention on GPUs keeps apart, padding included."""
+    """Return the most documents of a row for attention on GPUs, padding included."""
     return max(64, seq_len // 64)
 
 
@@ -78,7 +78,7 @@ def make_row(windows: Iterable[Window], seq_len: int, pad_id: int, mask_document
 
 
 class FilePlace(NamedTuple):
-    """Where a document is from: a file, and the record's number there, from 1."""
+    """A document's file, and its record's number there, from 1."""
 
     file: str
     record: int
@@ -87,8 +87,7 @@ class FilePlace(NamedTuple):
 class Rows(ABC):
     """The sequences of a run in one global order, which does not depend on the number of ranks.
 
-    `settings` and `fingerprint` (a hex digest of the text) decide row i. Attributes of other kinds
-    of text are None.
+    `settings` and `fingerprint` (a hex digest of the text) decide row i.
     """
 
     seq_len: int
@@ -138,7 +137,7 @@ class Rows(ABC):
         return {name: self}
 
     def text_at(self, index: int, name: str = "") -> tuple[str, Rows, int]:
-        """Return the name and the rows of the text of row `index`, and its number there."""
+        """Return the name and the rows of row `index`'s text, and its number there."""
         return name, self, index
 
     def served(self, index: int, name: str = "") -> dict[str, int]:

@@ -50,7 +50,7 @@ class PackedDataset(Rows):
         seed: with the epoch, decides the order of documents and windows.
         shuffle: a new order each epoch, else file order.
         epochs: passes over the corpus, or None for no end.
-        mask_documents: rows tell which tokens are of one document.
+        mask_documents: rows tell documents apart.
     """
 
     corpus: Tokens
@@ -259,8 +259,7 @@ class Permutation:
     It is the generalized Feistel network of Black and Rogaway ("Ciphers with arbitrary finite
     domains", CT-RSA 2002). An index is a pair (left, right) of [0, a) x [0, b) with a * b >= count.
     Each round adds a hash of one half to the other, modulo a or b. A result at or above `count`
-    goes through it again (their cycle walking). That is rare: a * b exceeds `count` by less than a,
-    about its square root.
+    goes through it again. That is rare: a * b exceeds `count` by about its square root.
     """
 
     def __init__(self, count: int, key: int) -> None:

@@ -27,7 +27,7 @@ def ranges_of_steps(steps: Iterable[int | str], course: Course) -> tuple[Range, 
 
 
 def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
-    """Return the same sequences as sorted ranges, joined if they overlap or touch."""
+    """Return sorted ranges, joined if they overlap or touch."""
     found: list[Range] = []
     for first, end in sorted((one[0], one[1]) for one in ranges if one[0] < one[1]):
         if not found or first > found[-1][1]:
@@ -87,13 +87,13 @@ def take(position: int, number: int, ranges: Iterable[Range]) -> list[int]:
 
 
 def served_already(skip: Iterable[Range], state: dict[str, Any]) -> tuple[Range, ...]:
-    """Return the part of these ranges that was served before a loader's `state`."""
+    """Return the part of these ranges before a loader's `state`."""
     past = before(state["next_sequence"], merged(skip))
     return without(past, merged(state.get("left_out", ())))
 
 
 def skip_to(data: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the loader state `data` moved to the place of `after`; the text between is skipped."""
+    """Return the loader state `data` at the place of `after`, skipping the text between."""
     between = data["next_sequence"], after["next_sequence"]
     left_out = [list(stretch) for stretch in merged([*data.get("left_out", ()), between])]
     moved = {**data, "next_sequence": between[1], "left_out": left_out}

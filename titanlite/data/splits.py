@@ -49,9 +49,7 @@ def holds_out(splits: Iterable[str]) -> bool:
 
 
 def are_apart(splits: Collection[str]) -> bool:
-    """Return whether these are several splits, and one is held out: they must not be read
-    together.
-    """
+    """Return whether several splits must not be read together, as one is held out."""
     return len(splits) > 1 and holds_out(splits)
 
 

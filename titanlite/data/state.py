@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class StateError(DataError):
-    """The data state in a checkpoint holds a value that no run writes; the message names it."""
+    """The data state in a checkpoint holds a value that no run writes."""
 
     exit_code = exit_codes.CHECKPOINT
 
@@ -32,14 +32,14 @@ class _Loader(Struct):
 
 
 def refusal(name: str, value: object, wanted: str) -> StateError:
-    """Return the error for an entry of the data state; `wanted` says what it should be."""
+    """Return the error for an entry, which should be as `wanted` says."""
     return StateError(
         f"the data state in the checkpoint is not valid: {name} = {value!r:.80} is {wanted}"
     )
 
 
 def checked(value: object, kind: type[_T], name: str) -> _T:
-    """Return an entry of the state as this type. Raises StateError, with the place in the entry."""
+    """Return an entry of the state as this type. Raises StateError with its place."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:

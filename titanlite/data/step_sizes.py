@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Progress(NamedTuple):
-    """The progress of a run: steps done, their tokens over all ranks, and the next row of text."""
+    """The progress of a run: steps done, tokens over all ranks, and the next row."""
 
     steps: int = 0
     tokens: int = 0
@@ -70,7 +70,7 @@ class Course:
         return leg.done.tokens + (step - leg.done.steps) * leg.size.tokens
 
     def position_after(self, step: int) -> int:
-        """Return the row after those of a step, if no row is skipped."""
+        """Return the row after those of a step, if none is skipped."""
         leg = self.leg(step)
         return leg.done.position + (step - leg.done.steps) * leg.size.rows
 

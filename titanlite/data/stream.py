@@ -132,7 +132,7 @@ class StreamRows(Rows):
         return FilePlace(file, int(record))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return number, count of rows and place of each lane that this rank has read."""
+        """Return number, row count and place of each lane that this rank has read."""
         with self._lock:
             places = dict(self._places)
             for number, lane in self._open.items():
@@ -219,7 +219,7 @@ class StreamRows(Rows):
             return served
 
     def _lane_before(self, number: int, count: int) -> Lane:
-        """Return a lane at the nearest known place with at most `count` rows before it."""
+        """Return a lane at the nearest known place, `count` rows or before."""
         lane = self._open.get(number)
         if lane is not None and lane.count <= count:
             return lane

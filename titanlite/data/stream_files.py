@@ -45,7 +45,7 @@ _ASKING = 16
 def remote_files(
     source: DataSource, columns: Columns, kind: Format, section: str, patience: float
 ) -> TextFiles:
-    """List the files of a URL or a data set of the hub; errors name the config's `section`."""
+    """List the files of a URL or a data set of the hub."""
     key = key_of(section, "path")
     revision = ""
     at = ""
@@ -126,7 +126,6 @@ def _fixed_part(pattern: str) -> str:
 
 
 def _known(found: Sequence[FoundFile], url: str, key: str) -> list[FoundFile]:
-    """Without any names of text, return all files that are not hidden."""
     shown = [file for file in found if not is_hidden(file.base)]
     if not shown:
         raise DataError(f"{key}: there are no files at {public_name(url)}")

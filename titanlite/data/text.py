@@ -64,7 +64,7 @@ class Order(NamedTuple):
 
 
 def build_dataset(training: Training, data: Data, tokenizer: Tokenizer, vocab_size: int) -> Rows:
-    """Build the training sequences. Raises DataError for text that is missing or damaged."""
+    """Build the training sequences. Raises DataError for missing or damaged text."""
     return TextReader(data, tokenizer, vocab_size).train(training)
 
 
@@ -88,7 +88,7 @@ class TextReader:
     def train(
         self, training: Training, phases: Mapping[int, Mapping[str, float]] | None = None
     ) -> Rows:
-        """Return the training sequences; `phases` has the sources' shares by first sequence.
+        """Return the training sequences; `phases` has shares by first sequence.
 
         Raises DataError for text that is missing or cannot be read.
         """
@@ -157,7 +157,7 @@ class TextReader:
         return self._packed(self._corpus(files), order, epochs, files.listing)
 
     def look(self, source: DataSource, section: str, records: int) -> None:
-        """Encode the first records of a text that is here already. Raises DataError as `open`."""
+        """Encode the first records of a local text. Raises DataError as `open`."""
         path = source.path
         if path is None and source.name not in BUNDLED:
             return

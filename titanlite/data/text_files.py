@@ -72,7 +72,7 @@ class TextFiles:
         return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
 
     def at(self, revision: str) -> TextFiles:
-        """Return the same files of another commit, whose order a checkpoint has."""
+        """Return the same files of another commit, as of a checkpoint."""
         if not revision or revision == self.revision:
             return self
         logger.info(
@@ -93,7 +93,7 @@ class TextFiles:
             yield record
 
     def all_records(self) -> Iterator[Record]:
-        """Iterate over the records of all files, in order. Raises DataError if there is none."""
+        """Iterate over all records in order. Raises DataError if there is none."""
         of_files = []
         for number, name in enumerate(self.names):
             of_files.append(watched(self.records(number, 0), name, is_shared=True))
@@ -174,7 +174,7 @@ def iter_records(
 
 
 def all_of(records: Iterable[Iterator[Record]], files: Sequence[Path | str]) -> Iterator[Record]:
-    """Iterate over the records of some files, in order. Raises DataError if there is none."""
+    """Iterate over the records of some files. Raises DataError if there is none."""
     record = None
     for record in itertools.chain.from_iterable(records):
         yield record

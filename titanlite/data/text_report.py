@@ -26,7 +26,7 @@ def checks_of(texts: Iterable[Rows]) -> list[HashCheck]:
 
 
 def file_lines(rows: Rows, name: str = "") -> Iterator[str]:
-    """Yield a line for the files of each text; `name` is that of a single text."""
+    """Yield a line for the files of each text."""
     for title, text in rows.texts(name).items():
         if text.listing is not None:
             line = text.listing.describe()
@@ -42,7 +42,7 @@ def file_warnings(rows: Rows, name: str) -> Iterator[str]:
 
 
 def pass_warnings(rows: Rows, name: str, sequences: int) -> Iterator[str]:
-    """Yield a warning for each text that a run of this many sequences reads too often."""
+    """Yield a warning for each text that so many sequences read too often."""
     served = rows.served(sequences, name)
     for source, one in rows.texts(name).items():
         passes = served[source] / (one.sequences_per_epoch or math.inf)

@@ -44,9 +44,7 @@ class Pool:
         return future
 
     def stop(self, patience: float) -> bool:
-        """Cancel what has not begun; return False if some threads do not end in `patience`
-        seconds.
-        """
+        """Cancel what has not begun; return False if threads outlast `patience` seconds."""
         _end(self._calls, self._threads)
         deadline = time.monotonic() + patience
         for thread in self._threads:

@@ -104,7 +104,7 @@ class _Text:
 
 
 def _from_cache(text: _Text, folder: Path, workers: int | None) -> Corpus:
-    """Map the tokens of a text, which one process of the node tokenizes and keeps.
+    """Map the tokens that one process of the node makes and keeps.
 
     Raises OSError if the folder cannot be used.
     """

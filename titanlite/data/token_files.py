@@ -53,12 +53,11 @@ class TokenFiles:
 
     Args:
         vocab_size: of the model; no id may be as high.
-        index: content of `index.json`; None: files of another program, of which only samples are
-            checked at the start.
+        index: content of `index.json`; None: another program's files, sampled at the start.
         check: compares the hashes of the parts that are read.
 
     Raises DataError if there are no tokens. Reads raise it, naming file and place, for an id that
-    is too high, or after a part's hashes failed their check.
+    is too high, or after a failed check of hashes.
     """
 
     keeps_order: ClassVar[bool] = True
@@ -89,7 +88,7 @@ class TokenFiles:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of the folder's content, or of samples of another program's files."""
+        """Hex digest of the folder's content, or of samples without an index."""
         return str(self.index["fingerprint"]) if self.index else self.sample()
 
     @property
@@ -106,7 +105,7 @@ class TokenFiles:
 
     @cached_property
     def _documents(self) -> list[int]:
-        """Documents of all parts up to each. All are read if only ids tell documents apart."""
+        """Documents of all parts up to each. All are read if only ids tell them apart."""
         return list(accumulate(part.documents for part in self.parts))
 
     @property
@@ -190,7 +189,7 @@ class TokenFiles:
         return self._documents[number] - self.parts[number].documents
 
     def _spans(self, begin: int, end: int) -> Iterator[_Span]:
-        """Iterate over the parts of tokens [begin, end), whose hashes are checked from now on."""
+        """Iterate over parts of tokens [begin, end), whose hashes are checked from now on."""
         number = bisect_right(self._ends, begin)
         while begin < end:
             part = self.parts[number]

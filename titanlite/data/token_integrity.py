@@ -42,7 +42,7 @@ REPAIR = "`titanlite data prepare` with the arguments that made the folder makes
 
 @dataclass(frozen=True)
 class PartHashes:
-    """The files of a part, and their hashes in the index, if it has any."""
+    """The files of a part, and their hashes in the index, if any."""
 
     hashes: Mapping[Path, str]
     #: Folder of the records of parts that are whole; None: none is kept.
@@ -114,7 +114,7 @@ def _locked(file: BinaryIO) -> bool:
 
 
 def hash_of(file: Path) -> str:
-    """Return the hash of a file as an index has it. Raises OSError when the process ends."""
+    """Return a file's hash, as in an index. Raises OSError when the process ends."""
     # Only here: a config's check does without.
     import xxhash
 
@@ -212,7 +212,7 @@ def check_offsets(
 def check_sizes(folder: Path, part: Mapping[str, Any], item: int) -> None:
     """Compare the sizes of a part's files with its record, at `item` bytes a token.
 
-    Raises DataError if one differs, OSError if a file is missing.
+    Raises DataError for a difference, OSError for a missing file.
     """
     tokens = part["tokens"]
     sizes = {

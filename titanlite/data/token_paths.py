@@ -36,12 +36,12 @@ def is_tokens(path: str | None) -> bool:
 
 
 def is_of_tokens(source: DataSource) -> bool:
-    """Return whether a source is of token files, by its format or path."""
+    """Return whether a source is of token files, by format or path."""
     return source.format == "tokens" or source.format == "auto" and is_tokens(source.path)
 
 
 def pair_of(path: Path) -> tuple[Path, Path]:
-    """Return Megatron's two files; the path may name either, or both without suffixes."""
+    """Return Megatron's two files; `path` may name either, or lack a suffix."""
     stem = path.name.removesuffix(".bin").removesuffix(".idx")
     return path.with_name(f"{stem}.bin"), path.with_name(f"{stem}.idx")
 

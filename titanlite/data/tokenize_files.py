@@ -73,14 +73,12 @@ class DocumentArray:
 class Corpus(DocumentArray):
     """Tokenized documents in memory, or mapped.
 
-    `tokens`: [all tokens] uint16 (uint32 for vocabularies over 65,536), each document with BOS and
-    EOS;
-    `offsets`: [documents + 1] int64, where documents begin, and the end;
-    `fingerprint`: hex sha256 of the texts in order, the tokenizer and the way of packing;
-    `files`: of the texts, in order; empty for those that a function returned;
-    `targets`: [all tokens] bool, false where the loss does not count a token (a prompt); None: all
-    of them count;
-    `characters`: of the texts and prompts; None: not counted.
+    `tokens`: [all tokens] uint16 (uint32 for vocabularies over 65,536), with BOS and EOS.
+    `offsets`: [documents + 1] int64, where documents begin, and the end.
+    `fingerprint`: hex sha256 of the texts in order, the tokenizer and the way of packing.
+    `files`: of the texts, in order; empty for those of a function.
+    `targets`: [all tokens] bool, false for a prompt; None: all tokens count.
+    `characters`: of the texts and prompts, if counted.
     """
 
     tokens: NDArray[np.unsignedinteger]
@@ -237,7 +235,7 @@ _PACKING_RATIO = 2.5
 
 
 def packing_ratio(name: str) -> float:
-    """Return about how many bytes of text a byte of a file of this name holds."""
+    """Return about how many bytes of text a byte of such a file holds."""
     return _PACKING_RATIO if name.endswith(_PACKED) else 1.0
 
 
@@ -249,10 +247,7 @@ def dtype_for(vocab_size: int) -> np.dtype[Any]:
 def targets_of(
     offsets: Sequence[int] | NDArray[np.int64], masks: Sequence[NDArray[np.bool_]]
 ) -> NDArray[np.bool_]:
-    """Return whether each token is a target.
-
-    `masks` are of the first tokens of each document, see `encode_record`.
-    """
+    """Return whether each token is a target, by `masks` of documents' first tokens."""
     targets = np.ones(int(offsets[-1]), dtype=bool)
     for begin, mask in zip(offsets, masks, strict=False):
         targets[begin : begin + len(mask)] = mask
@@ -322,8 +317,8 @@ def encode_record(
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return the ids of a document [tokens], and whether each of its first tokens is a target.
 
-    Later tokens are all targets. A prompt and BOS are no targets; it is encoded alone, so that its
-    tokens do not depend on the text. A rendered conversation gets no other BOS or EOS. Raises
+    Later tokens are all targets. A prompt is encoded alone, so that its tokens do not depend on the
+    text; it and BOS are no targets. A rendered conversation gets no other BOS or EOS. Raises
     DataError for an id of `vocab_size` or more.
     """
     if record.prompt is None:

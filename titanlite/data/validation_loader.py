@@ -62,8 +62,8 @@ class ValidationLoader:
 class SequenceParts:
     """Serves each batch of a loader once for each part of its sequences, with its targets alone.
 
-    So a pass takes `parts` times as long, in every layout, as a model sees whole batches. Parts,
-    first to last, differ by one target at most.
+    So a pass takes `parts` times as long, but works in every layout: a model sees whole batches.
+    Parts, first to last, differ by one target at most.
     """
 
     def __init__(self, loader: PassLoader, parts: int) -> None:

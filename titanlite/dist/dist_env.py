@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks of a group, in their order. They call it together."""
+    """Return the values of all ranks of a group, in order. They call it together."""
     import torch.distributed as dist
 
     found: list[Any] = [None] * dist.get_world_size(group)
@@ -50,7 +50,8 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def connect_store(limit: float = RENDEZVOUS_SECONDS) -> dist.Store | None:
-    """Connect to the run's key-value store, through which the ranks find each other, if any.
+    """Connect to the run's key-value store, through which the ranks find each other; one process
+    has none.
 
     Call it early, so that others know that this rank is coming. Raises as `run_store.register`, and
     ParallelismError for a wrong environment or too few open files.
@@ -241,7 +242,7 @@ def _take_gpu(env: LaunchEnv) -> torch.device:
 class _LeftAtExit(AbstractContextManager[DistEnv]):
     """Leaves a context at the end of the process, if it is still open.
 
-    Later, Python has no modules to do it with.
+    Later, Python has no modules for it.
     """
 
     def __init__(self, context: AbstractContextManager[DistEnv]) -> None:

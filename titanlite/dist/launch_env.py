@@ -110,7 +110,7 @@ class _Variables:
 
 
 def this_rank() -> LaunchEnv:
-    """Return this process among the ranks, by the process group or else by the environment."""
+    """Return this process among the ranks, by process group or environment."""
     import torch.distributed as dist
 
     return read_launch_env(

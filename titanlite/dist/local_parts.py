@@ -32,7 +32,7 @@ def wrapper_of(tensor: Tensor) -> Any:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return a weight without torchao's wrapper, on the same memory; other tensors as they are."""
+    """Return a weight without torchao's wrapper, on the same memory; others stay."""
     wrapper = wrapper_of(tensor)
     if wrapper is None:
         return tensor

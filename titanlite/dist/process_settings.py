@@ -83,7 +83,7 @@ TUNABLES = ":".join(
 
 
 def chose_malloc() -> bool:
-    """Return whether the user has chosen or set an allocator for the host's memory."""
+    """Return whether the user has chosen or set the host's allocator."""
     return any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ)
 
 

@@ -213,5 +213,5 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error of torch; the others may be a stack of C++."""
+    """Return the first line of torch's error; others may be a C++ stack."""
     return str(error).partition("\n")[0]

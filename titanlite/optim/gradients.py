@@ -37,8 +37,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_n
 def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the Euclidean norm of all tensors (0-dim float32), which must be on one device.
 
-    torch sums a whole CPU tensor in one chain of float32, which loses 2 to 4 % at 2^28 elements. So
-    CPU tensors are summed in chunks.
+    CPU tensors are summed in chunks: torch sums a whole one in one chain of float32, which loses 2
+    to 4 % at 2^28 elements.
     """
     pieces: list[torch.Tensor] = []
     for tensor in tensors:
@@ -77,8 +77,8 @@ def square_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> tor
 
 
 def layer_of(name: str) -> str:
-    """Return the layer of a parameter or module: `layers.3` inside of a numbered one, else the
-    top-level module.
+    """Return the layer of a parameter or module: `layers.3`, or the top-level module outside of
+    numbered ones.
     """
     # Names of wrappers begin with "_".
     parts = [part for part in name.split(".") if not part.startswith("_")]

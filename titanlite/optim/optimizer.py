@@ -17,8 +17,7 @@ from titanlite.utils import is_dotted
 class Adam(torch.optim.Adam):
     """torch's Adam on this rank's parts; its state keeps the sharding of the parameters.
 
-    All its operators are elementwise, so the numbers are the same. DTensor would dispatch each more
-    slowly.
+    All operators are elementwise, so numbers are the same; DTensor would dispatch each more slowly.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
@@ -89,7 +88,7 @@ def _built_in(
 def keep_ratios(optimizer: torch.optim.Optimizer, base: float) -> torch.optim.Optimizer:
     """Note in each parameter group without `lr_scale` the ratio of its rate to `base`.
 
-    Ratios belong to the configuration: a resumed run has those of its own optimizer.
+    Ratios belong to the configuration: a resumed run has its own optimizer's.
     """
     for group in optimizer.param_groups:
         group.setdefault("lr_scale", group["lr"] / base if base else 1.0)

@@ -121,7 +121,7 @@ class LearningRate:
 
     peak: the rate that the schedule scales. began, began_tokens: steps and tokens done before it.
     phases: first step and factor of each `[[data.phase]]`, in order. peaks: first step and peak of
-    those that have one. course: tokens of the steps, for a schedule that counts them.
+    those with one. course: tokens of the steps, if the schedule counts them.
     """
 
     schedule: Schedule

@@ -103,8 +103,8 @@ def use_cache_folder(cache_dir: str | None) -> str:
     """Choose the folder of compiled code before anything is compiled; return it.
 
     None: TORCHINDUCTOR_CACHE_DIR of the environment, else `titanlite/inductor` in the user's cache
-    folder, which survives a restart. Where that cannot be written, torch's default below /tmp
-    stays. Raises ParallelismError when a named folder cannot be written to.
+    folder, or torch's default where that cannot be written. Raises ParallelismError when a named
+    folder cannot be written to.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -133,8 +133,7 @@ def separate_cache(mesh: DeviceMesh, device: torch.device) -> None:
     """Let this rank find only cached graphs of ranks with the same shards and device.
 
     torch 2.13 names a graph of DTensors by mesh and global shapes alone (pytorch issue 188390).
-    After a restart a tensor-parallel rank would run another's graph, with a wrong loss and no
-    error.
+    After a restart a tensor-parallel rank would silently run another's graph.
     """
     tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
     if mesh["tp"].size() > 1:

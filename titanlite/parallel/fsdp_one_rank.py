@@ -22,10 +22,10 @@ from titanlite.parallel.fsdp_private import (
 
 
 def avoid_copies(model: nn.Module) -> None:
-    """Let a rank that has weights alone compute with the sharded ones, and not copy their
-    gradients; in place.
+    """Let a rank that has weights alone compute with the sharded ones, and not copy gradients; in
+    place.
 
-    torch copies the weights once and the gradients two or three times. Call it after `fully_shard`.
+    torch copies the weights once, gradients two or three times. Call it after `fully_shard`.
     """
     groups = list(parameter_groups(model))
     alone = [group for group in groups if group.mesh_info.mesh.size() == 1]
@@ -129,8 +129,8 @@ class _OneBuffer(ReduceScatter):
 def _reduce_where_it_computes(model: nn.Module) -> None:
     """Let a rank that has all weights alone reduce its gradients in the stream that computes.
 
-    A stream's freed memory serves that stream only. In FSDP's own, the memory of all gradients
-    would lie idle during the forward pass: 30 GiB of an 8B model.
+    A stream's freed memory serves that stream only. In FSDP's own, that of all gradients would lie
+    idle during the forward pass: 30 GiB of an 8B model.
     """
     streams = streams_of(model)
     make_streams = streams.lazy_init

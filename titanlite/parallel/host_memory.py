@@ -18,8 +18,8 @@ class HostMemory:
     computation.
 
     A fetch also starts the copy back of the tensor sent before, which a backward needs next. Device
-    memory belongs to the computation's stream, which waits for the copies. With
-    `Tensor.record_stream` the allocator would take new memory as far as the host runs ahead.
+    memory is of the computation's stream, which waits for copies: with `Tensor.record_stream` the
+    allocator would take more the further the host runs ahead.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -32,8 +32,7 @@ def offload(
     stay.
 
     Weights, buffers of `model` and arguments without a gradient (masks, which all blocks share)
-    stay on the device. The hooks surround the call, so they also work on a compiled or checkpointed
-    block.
+    stay on the device. Hooks surround the call, so compiled and checkpointed blocks work too.
     """
     object.__setattr__(block, "_offload", (host, model.buffers, least_bytes))
     cls: Any = type(block)

@@ -91,9 +91,11 @@ class ModelBuilder:
         return self.run.features.build(self, divide)
 
     def whole(self) -> nn.Module:
+        """Build the whole model on the meta device."""
         return self.spec.build_on_meta(self.args)
 
     def parallelize(self, model: nn.Module, groups: Sequence[FSDPGroup]) -> nn.Module:
+        """Divide and wrap a model or pipeline stage on the meta device, in place."""
         features = self.run.features.on
         self._set_dtype(model)
         # Other modules in the place of some: float8, adapters, a head that computes the loss.
@@ -214,8 +216,8 @@ class ModelBuilder:
         return names
 
     def compiled_modules(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Return those of `compiled_names` that are here, without those that send rows: the host
-        reads how many.
+        """Return the compiled modules that are here, without those that send rows: the host reads
+        how many.
         """
         from titanlite.parallel.activation_checkpoint import exchange_of
 

@@ -202,8 +202,8 @@ def _gathering(cls: type[nn.Module], cast: _Cast | None, linear: str) -> type[nn
     """Return a subclass that gathers its first argument. cast: called before, with the linear of
     that name.
 
-    With a hook, which `torch.compile` compiles apart, an all-reduce of the gradient would replace
-    the reduce-scatter.
+    With a hook, which `torch.compile` compiles apart, the gradient's reduce-scatter would become an
+    all-reduce.
     """
 
     class Gathering(cls):  # type: ignore[valid-type,misc]
@@ -273,9 +273,9 @@ def tensor_loss(loss: LossFunction) -> LossFunction:
     """Return `loss` for logits [batch, seq, vocab] that are a DTensor; divided ones are never
     gathered.
 
-    `divided_cross_entropy` computes `cross_entropy_sum` and results of `regularized`. Others, also
-    compiled, must be made of `cross_entropy`, for torch's `loss_parallel`. The result is a plain
-    scalar, the same on every rank of the mesh.
+    `divided_cross_entropy` computes `cross_entropy_sum` and results of `regularized`. Others must
+    be made of `cross_entropy`, for torch's `loss_parallel`. The result is a plain scalar, the same
+    on every rank of the mesh.
     """
     objective = objective_of(loss)
 

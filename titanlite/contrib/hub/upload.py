@@ -64,7 +64,7 @@ def upload(
 ) -> str:
     """Upload files in one commit, in place of older weights; return its URL. Raises HubError.
 
-    The branch is made if need be. A README.md that no upload of titanlite wrote stays.
+    The branch is made if need be. A README.md stays unless an upload of titanlite wrote it.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
     from huggingface_hub.utils import filter_repo_objects

@@ -128,8 +128,8 @@ class TieredCheckpointer(Checkpointer):
     ) -> None:
         """Write the local save of `step`; with `config.async_mode`, beside the next steps.
 
-        A failure is a warning, since a shared checkpoint follows. Raises WeightsError, on all
-        ranks, as `save` does.
+        A failure is a warning, as a shared checkpoint follows. Raises WeightsError, on all ranks,
+        as `save` does.
         """
         assert self._group is not None, "closed"
         self.wait_for_local()

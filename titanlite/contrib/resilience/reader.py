@@ -175,6 +175,7 @@ class LocalReader:
         return None
 
     def _read_generators(self) -> bytes:
+        """Return the generators of all ranks; empty: this node has none."""
         for owner in self.offer.parts[self.world.rank]:
             path = self.local.path_of(owner, self.manifest).parent / GENERATORS
             with contextlib.suppress(OSError):

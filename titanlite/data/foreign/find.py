@@ -59,7 +59,7 @@ def find_tokens(place: Place) -> Listing:
 
 
 def _kind_of(relative: str, names: Collection[str]) -> str | None:
-    """Return the kind of a name; None also for the second file of Megatron-LM's pair."""
+    """None also for the second file of Megatron-LM's pair."""
     suffix = _suffix(relative)
     if suffix == ".idx":
         return MEGATRON
@@ -73,7 +73,6 @@ def _suffix(name: str) -> str:
 
 
 def _named(path: Path, key: str) -> list[FoundFile]:
-    """Return the files, with those beside them that make a pair."""
     matches = [path]
     if not path.is_file():
         matches = [Path(name) for name in glob.iglob(str(path), recursive=True)]

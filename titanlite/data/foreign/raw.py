@@ -70,7 +70,7 @@ class RawFile(NamedTuple):
     leads: bool = False
 
     def read(self, begin: int, count: int) -> bytes:
-        """Return `count` bytes from `begin` on; fewer at the end of the file."""
+        """Return `count` bytes from `begin`; fewer at the file's end."""
         with open(self.path, "rb", buffering=0) as stream:
             stream.seek(begin)
             return stream.read(count)
@@ -210,7 +210,7 @@ def _fits(file: RawFile, dtype: np.dtype[Any], vocab_size: int) -> bool:
 
 
 class Cut(NamedTuple):
-    """The id between documents, and whether it is a document's first or last token."""
+    """The id between documents, and whether it is a document's first token or last."""
 
     id: int
     leads: bool
@@ -219,7 +219,6 @@ class Cut(NamedTuple):
         return f"{'before' if self.leads else 'after'} id {self.id}"
 
     def inner(self, tokens: NDArray[Any], begin: int, end: int) -> NDArray[np.int64]:
-        """Return where documents begin in (begin, end)."""
         first = begin + 1 if self.leads else begin
         last = end if self.leads else end - 1
         piece = tokens[first:last]
@@ -242,7 +241,7 @@ def find_cut(first_tokens: NDArray[Any], tokenizer: Tokenizer, has_leading_ids: 
 
 @dataclass
 class ForeignPart(Part):
-    """A file whose documents `cut` tells apart. The file begins a document, its end ends one."""
+    """A file that begins and ends with whole documents, which `cut` tells apart."""
 
     cut: Cut = Cut(0, leads=False)
 

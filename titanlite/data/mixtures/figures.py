@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class RowLosses:
     """A loss function that also keeps the loss of each row of a training step, on the device.
 
-    Rows go through the loss one by one, with the same bits of gradients. Calls come in row order,
-    with whole rows or, for chunks, neighbouring tokens. `loss` is summed over tokens; `seq_len`
-    counts a row's tokens on this rank.
+    Rows go through it one by one, with the same bits of gradients. Calls come in row order, with
+    whole rows or chunks. `loss` is summed over tokens; `seq_len` counts a row's tokens on this
+    rank.
     """
 
     def __init__(self, loss: LossFunction, seq_len: int) -> None:
@@ -98,7 +98,7 @@ class SourceFigures(Callback):
         self._sources, self._sums = [], []
 
     def on_step_end(self, trainer: Trainer, result: object) -> None:
-        """Keep the step's losses. Nothing waits for the device."""
+        """Nothing waits for the device."""
         fetched = trainer.recent[trainer.step]
         rank, degree = self._share
         sequences = fetched.sequences

@@ -254,7 +254,7 @@ def open_mixture(
     seq_len: int,
     phases: Mapping[int, Mapping[str, float]],
 ) -> MixedRows:
-    """Open the sources of `data.source`, by their sections; `phases` as in `TextReader.train`."""
+    """Open the sources of `data.source`; `phases` as in `TextReader.train`."""
     data = reader.data
     if data.token_dtype != "auto" and not any(map(is_of_tokens, sources.values())):
         raise DataError(

@@ -116,7 +116,7 @@ def _most(fits: Callable[[int], bool]) -> int:
 
 
 class _Schedule:
-    """The turns of one set of weights, which do not depend on the order of the sources."""
+    """The turns of one set of weights, whatever the order of the sources."""
 
     def __init__(self, weights: Weights, names: Sequence[str]) -> None:
         with_share = [source for source, weight in enumerate(weights) if weight]

@@ -30,8 +30,8 @@ _END_OF_TURN = (
 class Tokenizer(ABC):
     """Text to token ids and back.
 
-    `vocab_size` is one more than the highest id. `special_tokens` maps names of tokens that stand
-    for no text to ids. `fingerprint` is the hex sha256 of everything that decides the ids.
+    `vocab_size` is one more than the highest id. `special_tokens` maps names of tokens without text
+    to ids. `fingerprint` is the hex sha256 of all that decides the ids.
     """
 
     vocab_size: int
@@ -63,7 +63,7 @@ class Tokenizer(ABC):
         return ids
 
     def encode_document(self, text: str) -> NDArray[np.int64]:
-        """Return BOS, the ids of `text` and EOS as an array [ids]. Threads may call it at once."""
+        """Return BOS, the ids of `text` and EOS [ids]. Threads may call it at once."""
         ids = self._encode_array(text if text.isascii() else whole_characters(text))
         return np.concatenate([[self.bos_id], ids, [self.eos_id]], dtype=np.int64)
 

@@ -156,7 +156,7 @@ def _naming_files(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _add_tokens(tokenizer: Any, beside: dict[str, dict[str, Any]], path: Path) -> None:
-    """Add the tokens of the files beside a tokenizer.json, in the order of transformers."""
+    """Add the tokens named beside a tokenizer.json, in the order of transformers."""
     from tokenizers import AddedToken
 
     entries: dict[str, Any] = {}

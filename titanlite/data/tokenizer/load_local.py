@@ -67,7 +67,7 @@ def load_file(file: Path, family: str) -> tuple[Tokenizer, Kind]:
 
 
 def kind_of(content: bytes, path: Path) -> Kind:
-    """Return the kind of tokenizer file, whole or damaged. Raises DataError for any other file."""
+    """Return a tokenizer file's kind, also if it is damaged. Raises DataError for others."""
     where = f"model.tokenizer_path: {path}"
     start = content[:4096].lstrip()
     if not content.strip():
@@ -86,7 +86,7 @@ def kind_of(content: bytes, path: Path) -> Kind:
 
 
 def find_file(path: Path) -> Path:
-    """Return the file of a tokenizer, which a folder may hold. Raises DataError."""
+    """Return a tokenizer's file, perhaps in a folder. Raises DataError."""
     if not path.is_dir():
         return path
     for name in FOLDER_FILES:

@@ -115,7 +115,7 @@ class TiktokenTokenizer(Tokenizer):
         special_tokens: tuple[str, ...] = SPECIAL_TOKENS,
         pattern: str = SPLIT_PATTERN,
     ) -> None:
-        """`ranks` maps each token's bytes to 0 … len(ranks) - 1, every single byte among them."""
+        """`ranks` maps bytes to 0 … len(ranks) - 1, every single byte among them."""
         specials = {token: len(ranks) + i for i, token in enumerate(special_tokens)}
         self.pattern = pattern
         self._encoding = tiktoken.Encoding(
@@ -198,10 +198,7 @@ def safe_segments(text: str, most: int = _MAX_ENCODE_CHARS) -> list[str]:
 
 
 def parse_ranks(content: bytes, path: Path) -> dict[bytes, int]:
-    """Parse the `content` of a tiktoken file.
-
-    Raises DataError with path and line if it is another or incomplete.
-    """
+    """Parse a tiktoken file. Raises DataError with path and line if it is not whole."""
     ranks: dict[bytes, int] = {}
     key = f"model.tokenizer_path: {path}"
     for number, line in enumerate(content.splitlines(), start=1):

@@ -61,6 +61,7 @@ class SentEvents(KeptEvents):
         return self._sent + before
 
     def _on_the_way(self, size: int) -> Iterator[Event]:
+        """size: bytes on the device while they are sent or fetched."""
         if self._is_under_way:
             yield Free("activations", "under way")
         self._is_under_way = True

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class WeightAverage(Callback):
     """Moves the averages after each good step by (1 - decay) of their distance to the weights.
 
-    weights: of `model`, as `titanlite.checkpoint.storage.gather` names them; the averages begin
-    with them. They take 4 bytes per parameter, and `applied` as many more as the weights have.
+    weights: of `model`, as `titanlite.checkpoint.storage.gather` names them; averages begin with
+    them. They take 4 bytes per parameter, and `applied` as many more as the weights.
     """
 
     def __init__(self, model: nn.Module, weights: Mapping[str, torch.Tensor], decay: float) -> None:

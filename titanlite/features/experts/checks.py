@@ -43,8 +43,8 @@ def model_problems(run: RunConfig, args: Any) -> Iterator[Problem]:
 
 
 def reshard_problems(run: RunConfig, layers: Mapping[str, int]) -> Iterator[Problem]:
-    """Check that experts stay over all ranks that cut them inside of their matrices, also where no
-    ranks share experts.
+    """Check that experts stay over all ranks that cut them inside of matrices, even if no ranks
+    share experts.
 
     torch keeps weights over fewer ranks only where dimension 0 alone is cut, and on one mesh.
     """

@@ -98,8 +98,7 @@ def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
     """Return a `shard_placement_fn` that shards experts over a mesh of `expert_mesh` without its
     last dimension.
 
-    One group then gathers weights of both kinds, so the exchange's wait for the host delays no
-    all-gather.
+    Weights of both kinds share a group, so the exchange's wait for the host delays no all-gather.
     """
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult

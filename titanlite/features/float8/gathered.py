@@ -17,7 +17,7 @@ from titanlite.parallel.meshes import fsdp_mesh
 
 
 class ScalePrecompute:
-    """Computes the scales of all weights that are gathered in float8, after each update.
+    """Computes the scales of all weights that are gathered in float8. Call it after each update.
 
     One all-reduce replaces that of each weight and gather. The scales are the same.
     """

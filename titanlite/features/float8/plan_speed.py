@@ -76,8 +76,7 @@ def _casts(section: Float8, step: StepSizes, choices: Sequence[Float8Choice]) ->
 def _cast_inputs(step: StepSizes, linear: Float8Choice, choices: Sequence[Float8Choice]) -> float:
     """Return how many of a token's numbers are cast for the input of a linear.
 
-    Compiled linears with the same input share the cast; tensor-parallel ranks cast before the
-    gather.
+    Compiled linears share the cast of an input; tensor-parallel ranks cast before the gather.
     """
     name = linear.names[0]
     how = step.tensor_plan.get(name)

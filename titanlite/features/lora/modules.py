@@ -52,7 +52,7 @@ def freeze(model: nn.Module) -> None:
 
 
 def skip_unused_gathers(model: nn.Module) -> None:
-    """Let no backward gather groups that run before the first adapter, as a frozen embedding.
+    """Let no backward gather groups before the first adapter, as a frozen embedding.
 
     torch gathers one group ahead, and the backward never comes to these. Call it after
     `fully_shard`.

@@ -72,8 +72,8 @@ class ChunkedHead(nn.Linear, FeatureLinear):
     ) -> Tensor:
         """Return the loss as a scalar; without labels the logits.
 
-        x: [batch, seq, dim], under tensor parallelism this rank's part of each sequence; labels:
-        [batch, seq] int64, whole.
+        x: [batch, seq, dim], under tensor parallelism this rank's part of each sequence (a DTensor
+        or plain); labels: [batch, seq] int64, whole.
         """
         weight = self.weight
         if self.logits is None:

@@ -31,9 +31,8 @@ NAMES = (
 def base_args(args: LlamaArgs, dim: int, given: Mapping[str, Any]) -> Any:
     """Return the arguments of the base model of width `dim`. given: its other ones in `mup.base`.
 
-    By default heads are as wide as the model's, the depth is the same, and feed-forward, experts
-    and latents are as much narrower as `dim`. Raises ShapeError, whose fields are those of
-    `mup.base`.
+    By default heads and depth are the model's, and feed-forward, experts and latents are as much
+    narrower as `dim`. Raises ShapeError, whose fields are those of `mup.base`.
     """
     known = [name for name in NAMES if name in {field.name for field in fields(args)}]
     for name in given:

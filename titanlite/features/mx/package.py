@@ -115,6 +115,7 @@ def without_kernels() -> Iterator[None]:
 
 
 def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return memory for the numbers of x [rows, columns] and for their scales, rows first."""
     rows, columns = x.shape
     numbers = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, columns // BLOCK, dtype=torch.float8_e8m0fnu, device=x.device)

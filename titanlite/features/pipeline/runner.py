@@ -127,7 +127,7 @@ class Pipeline:
 
         Only the last stage has a loss; other shares are zero. tokens: valid ones of the step over
         all data-parallel ranks, so that shares add up. Gradients are reduced once, at the end.
-        phase: is told that "pipeline" begins.
+        phase: is told "pipeline".
         """
         phase("pipeline")
         self._tokens = tokens

@@ -101,11 +101,11 @@ def _named_cuts(names: Sequence[str], points: Sequence[str]) -> list[int]:
 def balance_stages(costs: Sequence[Cost], stages: int) -> list[int]:
     """Return where each stage but the first begins, for stages of the most even cost.
 
-    The largest FLOPs of a stage are as few as possible, since all others wait for it. Of such
-    divisions the largest stage has the fewest parameters: the embedding costs memory alone.
+    The largest FLOPs of a stage are as few as possible, since all others wait for it; then its
+    largest parameters, as the embedding costs memory alone.
 
     costs: of the embedding, the blocks, the last norm and the head. Raises ParallelismError for too
-    few blocks for the stages.
+    few blocks.
     """
     blocks = range(1, len(costs) - 2)
     if len(blocks) < stages:

@@ -158,8 +158,8 @@ def _seeded() -> Iterator[None]:
 
 @contextmanager
 def _watched(scorer: RankScorer) -> Iterator[None]:
-    """Let other ranks hear of rank 0's long work where the harness has progress bars, which would
-    cut the log.
+    """Replace progress bars, which would cut the log: other ranks hear of rank 0's long work
+    instead.
     """
     from lm_eval.api import model, task
 

@@ -55,10 +55,10 @@ class Scorer:
     """Scores requests on one device.
 
     Requests of like length share a batch, the longest first, so that a lack of memory shows at
-    once. A request that is too long loses tokens on the left, as in the harness's `HFLM`.
+    once. Requests that are too long lose tokens on the left, as in the harness's `HFLM`.
 
     multiple: of the width of padded rows. divide: returns this rank's part of a batch. progress:
-    takes the batches, and may show how many are done.
+    takes the batches and may show how many are done.
     """
 
     def __init__(

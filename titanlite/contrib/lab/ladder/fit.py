@@ -122,14 +122,13 @@ class Fit:
 
 
 def fit(points: Sequence[Point], replicates: int = REPLICATES) -> Fit:
-    """Fit the law, with a bootstrap of `replicates` refits; 0: there are no intervals.
+    """Fit the law, with a bootstrap of `replicates` refits; 0: there are no intervals. Raises
+    LadderError.
 
-    Errors are drawn around the fitted law, not points: a draw of the points of a small ladder often
-    lacks a size. They are normal, with the spread of the residuals per number left over, itself
-    drawn as Student's t has it, and correlated within a trunk. Residuals cannot be drawn: up to a
-    third of them may be 0, since the fit passes through as many points as it has numbers.
-
-    Raises LadderError.
+    Errors are drawn around the fitted law, since a draw of the points of a small ladder often lacks
+    a size. They are normal, with the spread of the residuals per number left over, itself drawn as
+    Student's t has it, and correlated within a trunk. Residuals cannot be drawn: up to a third may
+    be 0, as the fit passes through as many points as it has numbers.
     """
     check_points(points)
     problem, losses = _problem(points)
