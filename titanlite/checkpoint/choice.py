@@ -375,6 +375,7 @@ def _lora(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_differences(lead: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise CheckpointError with a line for each entry that differs."""
     lines = ""
     for name, value in there.items():
         if value != here[name]:

@@ -198,7 +198,7 @@ class _Section(io.RawIOBase):
 
 
 def records_of(shards: TextFiles, piece: Piece, start: int) -> Iterator[Record]:
-    """Iterate over a piece's records after number `start`, counted from the piece's begin."""
+    """Iterate over a piece's records after number `start`, in a range of bytes from its begin."""
     found = _all_records_of(shards, piece, start)
     if start == 0:
         found = watched(found, _place_of(piece))
