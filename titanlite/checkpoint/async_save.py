@@ -160,9 +160,8 @@ class AsyncSave:
         self._copied.wait()
 
     def raise_bad(self) -> None:
-        """Raise the WeightsError of the latest save, once, on all ranks.
-
-        Call it after `await_copy` or `wait`.
+        """After `await_copy` or `wait`: raise a WeightsError of the latest save, once, on all
+        ranks.
         """
         bad = self._bad
         self._bad = None
@@ -181,8 +180,7 @@ class AsyncSave:
     def prepare(self, group: dist.ProcessGroup) -> None:
         """Wait for the latest save, on all ranks, which agree in `group`.
 
-        If it failed on any rank, make a new group: one whose communication has failed cannot be
-        used again.
+        If it failed on any rank, make a new group: a failed one cannot be used again.
         """
         outcome = self.wait()
         self._outcome = None
@@ -206,7 +204,7 @@ class AsyncSave:
 
 
 def async_save(config: Checkpoint, world: DistEnv) -> AsyncSave | None:
-    """Return what saves in the background, if `config` asks for it. All ranks call it together."""
+    """Return what saves in the background, if asked for. All ranks call it together."""
     if config.async_mode == "disabled":
         return None
     return AsyncSave(world.device, pinned=config.async_mode == "async_with_pinned_mem")

@@ -311,7 +311,7 @@ def verify_files(
 
 
 def with_files(draft: Manifest, written: Mapping[str, Written]) -> Manifest:
-    """Return a manifest with bytes and hash of each file."""
+    """Add bytes and hash of each file to a manifest."""
     return replace(
         draft,
         files={name: file.size for name, file in written.items()},

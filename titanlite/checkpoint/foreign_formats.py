@@ -100,7 +100,7 @@ class WeightsReader(StorageReader):
         self._parts: dict[MetadataIndex, Part] = {}
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Raises CheckpointError when the files are not those that rank 0 has seen."""
+        """Raises CheckpointError for other files than rank 0 has seen."""
         weights = open_weights(self.folder, self._spec, self._args)
         tensors: dict[str, TensorStorageMetadata] = {}
         described = {}

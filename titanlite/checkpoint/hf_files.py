@@ -23,7 +23,7 @@ PEFT_FILE = "adapter_model.safetensors"
 
 
 def hf_form(spec: ModelSpec, args: Any) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """Return a model's names and config.json at Hugging Face. Raises ValueError if it has none."""
+    """Return names and config.json at Hugging Face. Raises ValueError if there are none."""
     names = spec.hf_names(args)
     config = spec.hf_config(args)
     reason = spec.why_not(args, "checkpoint.last_save_in_hf")
@@ -38,7 +38,7 @@ def holds_adapters(path: AnyPath) -> bool:
 
 
 def holds_weights(path: AnyPath) -> bool:
-    """Return whether a path's content is weights of another program."""
+    """Return whether a path holds weights of another program."""
     if isinstance(path, StorePath):
         return (path / HF_CONFIG).is_file() or (path / HF_INDEX).is_file()
     if path.is_file():

@@ -70,7 +70,7 @@ def plan_files(
 ) -> list[File]:
     """Return the files in the order of the names.
 
-    holders: our name → the ranks that hold a part of the tensor.
+    holders: our name → ranks that hold a part of the tensor.
     """
     files: list[File] = []
     for ours, theirs in names.items():
@@ -150,7 +150,7 @@ def _failure(writing: Future[None] | None) -> str:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a whole tensor on the CPU; all holders of a part of a DTensor call it together."""
+    """Return a whole tensor on the CPU; all holders of a DTensor call it together."""
     if isinstance(tensor, DTensor):
         device = tensor.device_mesh.device_type
         if tensor.device.type != device:
@@ -243,7 +243,7 @@ def publish_folder(aside: AnyPath, final: AnyPath) -> None:
 
 @contextlib.contextmanager
 def new_folder(final: AnyPath) -> Iterator[AnyPath]:
-    """Yield a folder that gets the name `final` after the block, or is gone when the block raises.
+    """Yield a folder that gets its name after the block, and is gone when the block raises.
 
     Raises CheckpointError when `final` is there.
     """
@@ -271,7 +271,7 @@ def save_hf(
     on_rank_0: Callable[[Callable[[], Any]], Any],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the weights of a sharded model to a new folder; all ranks call it together.
+    """Write a sharded model to a new folder; all ranks call it together.
 
     Raises CheckpointError, on all ranks; then there is no such folder.
     """

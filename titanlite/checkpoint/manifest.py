@@ -151,10 +151,7 @@ def digest_of(data: bytes, algorithm: str = SAFE_HASH) -> str:
 def file_digest(
     path: AnyPath, algorithm: str, read: Callable[[int], None] = lambda count: None
 ) -> str:
-    """Return the hash of a file's content. Raises OSError.
-
-    read: called with the bytes of each block.
-    """
+    """Return the hash of a file. Raises OSError. read: called with the bytes of each block."""
     found = new_hash(algorithm)
     view = memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as stream:
@@ -196,7 +193,7 @@ def step_of(folder: AnyPath) -> int | None:
 
 
 def steps_in(root: AnyPath) -> list[int]:
-    """Return the steps of all folders `step-N` in `root`, ascending, without leftovers."""
+    """Return the steps of all folders `step-N`, ascending, without leftovers."""
     names = entries(root)
     leftovers = set()
     for name, is_folder in names.items():
@@ -212,13 +209,13 @@ def steps_in(root: AnyPath) -> list[int]:
 
 
 def marked_folder(mark: AnyPath) -> AnyPath | None:
-    """Return the folder of a checkpoint that a mark is about; None for other names."""
+    """Return the checkpoint's folder that a mark is about; None for other names."""
     match = _MARK.fullmatch(mark.name)
     return mark.parent / match.group(1) if match else None
 
 
 def read_manifest(folder: AnyPath) -> Manifest:
-    """Return the manifest of a valid checkpoint folder. Raises CheckpointError with the reason."""
+    """Return the manifest of a valid checkpoint. Raises CheckpointError with the reason."""
     manifest = parse_manifest(folder)
     if problems := list(_wrong_sizes(folder, manifest).values()):
         raise CheckpointError(problems[0])
@@ -239,9 +236,8 @@ def _wrong_sizes(folder: AnyPath, manifest: Manifest) -> dict[str, str]:
 
 
 def fault_of(folder: AnyPath) -> str:
-    """Return why a folder is no checkpoint, by its manifest and its files' sizes; "": it is one.
-
-    Raises NewerFormatError.
+    """Return why a folder is no checkpoint, by manifest and sizes; or "". Raises
+    NewerFormatError.
     """
     try:
         read_manifest(folder)
@@ -381,7 +377,7 @@ def _shortened(digest: str) -> str:
 
 
 def progress(report: Callable[[str], None], lead: str, tail: str = "") -> Progress:
-    """Return a function that reports bytes done and in all, every ten seconds."""
+    """Return a function that reports bytes every ten seconds."""
     shown = time.monotonic()
 
     def show(done: int, total: int) -> None:

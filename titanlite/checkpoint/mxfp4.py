@@ -23,9 +23,10 @@ _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def unpacked(blocks: Any, scales: Any) -> tuple[tuple[int, ...], Callable[[Slices], Tensor]]:
-    """Return the shape of a tensor, and what reads a slice of it in bfloat16.
+    """Return a tensor's shape, and what reads a slice in bfloat16. Raises ValueError for other
+    shapes.
 
-    blocks, scales: slices of safetensors. Raises ValueError for other shapes.
+    blocks, scales: slices of safetensors.
     """
     shape = tuple(blocks.get_shape())
     of_scales = tuple(scales.get_shape())

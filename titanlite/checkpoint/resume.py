@@ -50,7 +50,7 @@ _ONLY_WEIGHTS = (
 
 
 def begin_from(trainer: Trainer, loaded: LoadedState) -> None:
-    """Begin a run at a checkpoint; its tensors are loaded already."""
+    """Begin a run at a checkpoint whose tensors are loaded."""
     _check_state(loaded)
     restore(trainer, loaded)
     if loaded.origin == "resume":
@@ -76,7 +76,7 @@ def settle(trainer: Trainer) -> None:
 def restore(trainer: Trainer, loaded: LoadedState) -> None:
     """Take the loop's state from a checkpoint whose tensors are loaded.
 
-    Raises CheckpointError for a place in the text that cannot be.
+    Raises CheckpointError for an impossible place in the text.
     """
     parts = trainer.parts
     trainer.step = trainer.done = loaded.step
@@ -185,9 +185,7 @@ def _check_state(loaded: LoadedState) -> None:
 
 
 def save_seed(parts: TrainingComponents) -> None:
-    """Write a run that has not begun as step 0. Raises CheckpointError if there are other
-    checkpoints.
-    """
+    """Write a run that has not begun as step 0. Raises CheckpointError if there are others."""
     saver = parts.checkpointer
     assert saver is not None, "a seed checkpoint needs checkpoint.enable_checkpoint"
     with contextlib.closing(parts):

@@ -53,7 +53,7 @@ _SETTLE_SECONDS = 300.0
 
 
 def clear_leftovers(root: AnyPath, step: int, deleter: Deleter) -> None:
-    """Delete leftovers of other saves, whose space is needed, and all that has the place of `step`.
+    """Delete leftovers, whose space is needed, and all that has the place of `step`.
 
     The caller knows that no other process saves there. Raises CheckpointError when it takes too
     long.
@@ -74,8 +74,8 @@ def clear_leftovers(root: AnyPath, step: int, deleter: Deleter) -> None:
 def begin(root: AnyPath, step: int, known_bad: Mapping[int, str] | None = None) -> AnyPath:
     """Return the empty folder `step-N`, which is no checkpoint before `publish`.
 
-    An invalid checkpoint of that step, or one in `known_bad`, is quarantined. Raises
-    CheckpointError for a valid one.
+    An invalid checkpoint there, or one in `known_bad`, is quarantined. Raises CheckpointError for a
+    valid one.
     """
     final = step_folder(root, step)
     if final.exists():
@@ -110,10 +110,7 @@ def _mark(kind: str, folder: AnyPath) -> AnyPath:
 
 
 def publish(folder: AnyPath, manifest: Manifest) -> None:
-    """Write the manifest, which makes the folder a checkpoint, then remove the mark.
-
-    Raises CheckpointError.
-    """
+    """Write the manifest, then remove the mark. Raises CheckpointError."""
     try:
         write_new(folder / FILE, manifest.to_json().encode())
     except FileExistsError:
@@ -128,7 +125,7 @@ def publish(folder: AnyPath, manifest: Manifest) -> None:
 
 
 def unpublish(folder: AnyPath) -> AnyPath:
-    """Make a folder no checkpoint any more; return its leftover, for `delete`."""
+    """Make a folder no checkpoint; return its leftover, for `delete`."""
     if isinstance(folder, Path) and not folder.is_symlink():
         aside = folder.rename(folder.with_name(_mark_name(DELETED, folder)))
         sync_folder(folder.parent)
@@ -151,7 +148,7 @@ def is_pinned(folder: AnyPath) -> bool:
 
 @contextmanager
 def pinned(folder: AnyPath) -> Iterator[None]:
-    """Pin a checkpoint during the block, unless it is pinned already or cannot be written to."""
+    """Pin a checkpoint in the block, unless it is pinned or cannot be written to."""
     pin = folder / PIN
     is_ours = False
     with suppress(OSError):
@@ -170,7 +167,7 @@ def pinned(folder: AnyPath) -> Iterator[None]:
 def leftovers(root: AnyPath) -> list[AnyPath]:
     """Return the marks of saves and deletions that are under way or were cut short.
 
-    titanlite 0.1.0 made folders of such names instead, which hold the files themselves.
+    titanlite 0.1.0 made folders of such names, which hold the files themselves.
     """
     return [root / name for name in sorted(entries(root)) if name.startswith((PARTIAL, DELETED))]
 

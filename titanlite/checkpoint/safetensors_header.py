@@ -24,9 +24,8 @@ DTYPES = {
 
 
 def header(tensors: Iterable[tuple[str, str, Sequence[int], int]], **about: str) -> bytes:
-    """Return the bytes before the tensors, given as name, dtype, shape and size in bytes.
-
-    about: further entries of the metadata.
+    """Return the bytes before tensors, given as name, dtype, shape and bytes. about: further
+    metadata.
     """
     # Without the format, `transformers` 4 refuses the file.
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}

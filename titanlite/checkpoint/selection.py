@@ -133,7 +133,7 @@ def compare_entries(saved: Sequence[Any] | None, wanted: Sequence[Any] | None) -
 def difference_table(
     found: Mapping[str, str], saved: Described, wanted: Described, source: str
 ) -> str:
-    """Return a table of differences (name → problem), at most a screen of it."""
+    """Return a table of differences (name → problem), at most a screen."""
     counts = Counter(found.values())
     kinds = [kind for kind in (MISSING, UNEXPECTED, SHAPE, DTYPE) if counts[kind]]
     summary = ", ".join(f"{counts[kind]} {kind}" for kind in kinds)

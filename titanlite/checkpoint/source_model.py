@@ -144,7 +144,7 @@ def is_alike(family: str, spec: ModelSpec) -> bool:
 
 
 def differences(there: SourceModel, name: str, args: Any) -> list[str]:
-    """Return the keys of `[model]` that differ from the model of a folder, a line each.
+    """Return the keys of `[model]` that differ from a folder's model, a line each.
 
     name: `model.name`. A vocabulary of None in `args` is not known yet, and not compared.
     """

@@ -88,7 +88,7 @@ def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tens
 def converted(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     """Return a tensor in another precision, the same object where it has it already.
 
-    Integers stay, and biases of experts, whose small steps lower precisions lose.
+    Integers stay, and biases of experts, whose small steps would be lost.
     """
     if name.endswith(EXPERT_BIAS):
         return tensor
@@ -129,7 +129,7 @@ def rng_state(device: torch.device, world_size: int) -> DTensor:
 
 
 def set_rng_state(state: DTensor, device: torch.device) -> None:
-    """Give torch's generators the state of this rank. state: [ranks, bytes] uint8, sharded."""
+    """Give this rank's generators their state. state: [ranks, bytes] uint8, sharded."""
     row = state.to_local()[0]
     size = torch.get_rng_state().numel()
     torch.set_rng_state(row[:size].clone())
@@ -179,8 +179,8 @@ class Save:
 
 
 def check_finite(save: Save, group: dist.ProcessGroup) -> None:
-    """Raise WeightsError, on all ranks, when a tensor is not finite; CheckpointError when its new
-    type may be why.
+    """Raise WeightsError, on all ranks, for a tensor that is not finite; CheckpointError when its
+    new type may be why.
     """
     where = find_nonfinite(save.tensors, group)
     if not where:
@@ -211,7 +211,7 @@ def describe(
 
 
 def new_group(timeout: timedelta) -> dist.ProcessGroup:
-    """Make a gloo group of all ranks for agreements around a save. All ranks call it together.
+    """Make a gloo group for agreements around a save. All ranks call it together.
 
     `timeout` holds after it is made, and is never lowered.
     """
@@ -223,7 +223,7 @@ def new_group(timeout: timedelta) -> dist.ProcessGroup:
 
 
 def in_words(error: BaseException) -> str:
-    """Return an error's message; for one that is not meant for users its class, too."""
+    """Return an error's message, with its class if it is not meant for users."""
     if isinstance(error, (CheckpointError, OSError)):
         return str(error)
     return repr(error)

@@ -141,7 +141,7 @@ class StorePath:
     def write_new(self, content: bytes) -> None:
         """Write one object where there is none. Raises FileExistsError.
 
-        Stores with conditional requests (S3, Google's and Azure's) check that themselves.
+        S3, Google's and Azure's stores check that themselves.
         """
         try:
             self.fs.pipe_file(self.key, content, mode="create")
@@ -197,7 +197,7 @@ def to_path(text: str | AnyPath) -> AnyPath:
 
 
 def entries(folder: AnyPath) -> dict[str, bool]:
-    """Return name → whether it is a folder; empty where there is no such folder."""
+    """Return name → whether it is a folder; empty without such a folder."""
     if isinstance(folder, StorePath):
         return {name: entry["type"] == "directory" for name, entry in folder.listing().items()}
     try:
@@ -207,7 +207,7 @@ def entries(folder: AnyPath) -> dict[str, bool]:
 
 
 def files_in(folder: AnyPath) -> Mapping[str, Stat | os.stat_result]:
-    """Return name → length and time of the files in a folder; of a store by one request."""
+    """Return name → length and time of a folder's files; of a store by one request."""
     if isinstance(folder, StorePath):
         files = {name: one for name, one in folder.listing().items() if one["type"] == "file"}
         return {name: _stat(entry) for name, entry in files.items()}
@@ -218,7 +218,7 @@ def files_in(folder: AnyPath) -> Mapping[str, Stat | os.stat_result]:
 
 
 def write_new(path: AnyPath, content: bytes) -> None:
-    """Write a small file atomically and durably where there is none. Raises FileExistsError."""
+    """Write a small file atomically and durably. Raises FileExistsError."""
     if isinstance(path, StorePath):
         path.write_new(content)
         return
@@ -266,7 +266,7 @@ def copy_folder(folder: StorePath, target: StorePath) -> None:
 
 
 def remove_folder(folder: AnyPath) -> None:
-    """Delete a folder and all in it, if it exists; of a link the link alone. Raises OSError."""
+    """Delete a folder and all in it, if it exists; of a link the link. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         if isinstance(folder, StorePath):
             folder.fs.rm(folder.key, recursive=True)

@@ -65,7 +65,7 @@ _STACKS = {
 
 
 def open_torchtitan(path: Path, spec: ModelSpec, args: Any) -> Weights:
-    """Return the weights in a folder `step-N` of torchtitan's. Raises CheckpointError.
+    """Return the weights in torchtitan's folder `step-N`. Raises CheckpointError.
 
     spec, args: of their model, which the folder does not tell.
     """

@@ -79,9 +79,7 @@ class Entry:
 
 
 def inspect(path: AnyPath) -> Entry:
-    """Return the state of a folder or mark, by its name, its manifest and the sizes of its
-    files.
-    """
+    """Return the state of a folder or mark, by name, manifest and sizes."""
     manifest = None
     reason = ""
     state = VALID
@@ -139,9 +137,7 @@ def check_weights(path: AnyPath) -> None:
 def verify(
     folder: AnyPath, show: Progress = lambda done, total: None
 ) -> tuple[Manifest | None, list[str]]:
-    """Compare each file of a checkpoint with the manifest; return that, if it is right, and
-    problems.
-    """
+    """Compare each file with the manifest; return that, if it is right, and problems."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:

@@ -32,7 +32,7 @@ def place_of(command: str) -> str | None:
 def make_parser(command: str | None = None) -> Parser:
     """Return the parser of one command; None: of all, those of the core first.
 
-    Commands of other packages are listed by name alone: a list runs no code of theirs.
+    Commands of other packages are listed by name alone, without running their code.
     """
     parser = top_parser()
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")

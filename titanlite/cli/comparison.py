@@ -111,7 +111,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
 def steady(run: Run) -> list[Row]:
     """Return the training rows without the first two of each attempt, which pay for compilation.
 
-    Of an attempt with two rows, the second is kept.
+    Of two rows the second is kept.
     """
     found = []
     for part in run.segments():
@@ -134,7 +134,7 @@ def _at_equal_steps(name: str, rows: Sequence[Sequence[Row]], count: int) -> lis
 
 
 def tables(comparison: Comparison) -> list[Table]:
-    """Return the tables of runs, of figures, and of differences if there are any."""
+    """Return tables of runs, figures, and differences if there are any."""
     labels = comparison.labels
     runs = table(comparison.runs)
     named = [(label, *row) for label, row in zip(labels, runs.rows, strict=True)]

@@ -119,7 +119,7 @@ def _check(arguments: argparse.Namespace) -> str:
 
 
 def world_size_of(asked: int | None) -> tuple[int | None, str]:
-    """Return the ranks to check for (None: the fewest that fit), and where the number is from."""
+    """Return the ranks to check for (None: the fewest that fit), and their origin."""
     if asked is not None:
         if asked < 1:
             raise bad_flag("--world-size", f"expected an integer >= 1, got {asked}")

@@ -85,10 +85,9 @@ def config_of(
     world_size: int,
     trust_code: bool = False,
 ) -> RunConfig:
-    """Return the config to evaluate a checkpoint by: that of a file, or its own, with flags.
+    """Return the config of a file, or the checkpoint's own, with flags, to evaluate it by.
 
     trust_code: let the checkpoint's config name code and variables (`titanlite.config.trust`).
-
     Raises ConfigError, and CheckpointError for a checkpoint without a config.
     """
     # The weights under adapters are where the config says.

@@ -12,9 +12,9 @@ from titanlite.config.written_values import CONFIG_FILE, begins_option, flag_nam
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Divide a command line into argparse's part and the `--section.key value` flags.
+    """Divide a command line into argparse's part and `--section.key value` flags.
 
-    argparse would take a flag's value for the name of the config file.
+    argparse would take a flag's value for the config file.
     """
     ours: list[str] = []
     flags: list[str] = []
@@ -36,7 +36,7 @@ def _plain_words(words: Sequence[str]) -> list[str]:
 
 
 def names_key(option: str) -> bool:
-    """Return whether it is a `--section.key` flag, right or wrong, and no option of the command."""
+    """Return whether it is a `--section.key` flag, right or wrong, and no option."""
     name = option.removeprefix("--").partition("=")[0]
     return "." in name or name in CONFIG_FILE
 

@@ -68,7 +68,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def launch(name: str, argv: list[str], how: How) -> str:
-    """Make the job of a system; return the job, or what to do next. Raises ConfigError.
+    """Make a system's job; return it, or what to do next. Raises ConfigError.
 
     argv: flags of `train.py`.
     """
@@ -146,9 +146,9 @@ def _instance(launch: Launch, place: str) -> Instance | None:
 
 
 def write(job: Job, files: Mapping[str, str]) -> None:
-    """Write the job's files and the resolved config for their owner alone: they may hold secrets.
+    """Write the job's files and config for their owner alone, as they may hold secrets.
 
-    The folder is closed to others, too: schedulers write logs there with the mode that they like.
+    The folder is closed to others, too: schedulers write logs there with any mode.
     """
     try:
         job.folder.mkdir(parents=True, exist_ok=True)

@@ -82,7 +82,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def load_model(arguments: argparse.Namespace) -> LoadedModel:
-    """Load the model that the options of `add_arguments` name; compare a checkpoint's hashes first.
+    """Load the model that the options name; compare a checkpoint with its hashes first.
 
     Raises CheckpointError, DataError (tokenizer) and ConfigError (device, untrusted code).
     """
@@ -136,7 +136,7 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
 
 
 def choose_device(given: str | None) -> torch.device:
-    """Return the device of a name; without one a GPU, if there is one. Raises ConfigError."""
+    """Return a device by name, else a GPU if there is one. Raises ConfigError."""
     import torch
 
     name = given or ("cuda" if torch.cuda.is_available() else "cpu")

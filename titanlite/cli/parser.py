@@ -51,8 +51,8 @@ def new_command(
 ) -> Parser:
     """Add a command, which a function runs; return its parser.
 
-    run: gets the arguments, with the `--section.key` flags as `flags` and the Style of the output
-    as `style`; it returns the text to print, perhaps with an exit code.
+    run: gets the arguments, with `flags` (`--section.key`) and `style`; returns the text to print,
+    perhaps with an exit code.
     """
     parser: Parser = commands.add_parser(
         name, help=help, description=description, epilog=epilog, allow_abbrev=False
@@ -62,7 +62,7 @@ def new_command(
 
 
 def add_group(commands: Commands, name: str, help: str) -> Commands:
-    """Add a command with commands below it; return what takes those. Alone it prints its help."""
+    """Add a command with commands below it; return what takes those."""
     group = commands.add_parser(name, help=help, allow_abbrev=False)
     group.set_defaults(run=lambda _: group.format_help().rstrip())
     return group.add_subparsers(title="commands", metavar="COMMAND")
@@ -71,7 +71,7 @@ def add_group(commands: Commands, name: str, help: str) -> Commands:
 def add_to_group(
     actions: Commands, run: Callable[..., Any], help: str, more: str = "", epilog: str = ""
 ) -> Parser:
-    """Add a function's command, under its name, to those that `add_group` returned.
+    """Add a function's command, under its name, to a group of `add_group`.
 
     Its description is the help and what `more` says.
     """

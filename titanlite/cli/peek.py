@@ -20,7 +20,7 @@ from titanlite.utils import Style, counted, human_bytes
 def peek(run: RunConfig, validation: bool, first: int, count: int, style: Style) -> str:
     """Return the figures of a run's text, and `count` sequences from number `first` on.
 
-    validation: the held-out text instead. Raises DataError as training does.
+    validation: the held-out text. Raises DataError.
     """
     tokenizer = load_tokenizer(run.model.tokenizer_path, run.model.name)
     name = run.training.dataset_path or run.training.dataset
@@ -84,7 +84,7 @@ def shown_row(row: Row, documents: Sequence[Document], tokenizer: Tokenizer, sty
     """Return a row as text, with names of special tokens and a line before each document.
 
     Marks show where the loss counts none: a token counts if the one before it predicts it. The
-    first one of a row belongs to the row before.
+    first one belongs to the row before.
     """
     tokens = row.tokens.tolist()
     masked = np.concatenate([[row.labels[0] == IGNORE], row.labels[:-1] == IGNORE]).tolist()

@@ -103,7 +103,7 @@ def list_source(source: str, options: Options, subset: str | None, split: str | 
 
 
 def divide(shards: TextFiles, options: Options, tokenizer: Tokenizer) -> list[Task]:
-    """Group neighbouring files, and cut large ones, so that each task makes about one part."""
+    """Group neighbouring files, and cut large ones, so that a task makes about one part."""
     most = options.part_tokens * _LOW
     groups: list[list[Piece]] = []
     room = 0
@@ -198,9 +198,7 @@ class _Section(io.RawIOBase):
 
 
 def records_of(shards: TextFiles, piece: Piece, start: int) -> Iterator[Record]:
-    """Iterate over the records of a piece after number `start`, in a range of bytes from its
-    begin.
-    """
+    """Iterate over a piece's records after number `start`, counted from the piece's begin."""
     found = _all_records_of(shards, piece, start)
     if start == 0:
         found = watched(found, _place_of(piece))

@@ -100,7 +100,7 @@ def _run(arguments: argparse.Namespace) -> str:
 def encode_prompts(loaded: LoadedModel, prompts: Sequence[str], chat: bool) -> list[list[int]]:
     """Return the ids of prompts: BOS and the text, or with `chat` the conversation.
 
-    Raises DataError for a prompt that does not fit into the context, or that the template refuses.
+    Raises DataError for a prompt over the context, or that the template refuses.
     """
     from titanlite.data import DataError
     from titanlite.data.chat import encode_chat, load_template

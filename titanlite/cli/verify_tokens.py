@@ -22,7 +22,7 @@ _REPORT_SECONDS = 10.0
 def verify(folder: Path) -> tuple[str, int]:
     """Return what is damaged in a prepared folder, and the exit code.
 
-    Raises DataError for what is no prepared folder, and for an index that cannot be read.
+    Raises DataError for no such folder, and for an unreadable index.
     """
     index = read_index(folder)
     parts = index["parts"]

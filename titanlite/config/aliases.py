@@ -158,7 +158,7 @@ _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 @cache
 def known_names() -> frozenset[str]:
-    """Return every name that can be written: keys, other names, unsupported keys."""
+    """Return all names that can be written: keys, other names, unsupported keys."""
     return frozenset([*keys(), *ALIASES, *UNSUPPORTED])
 
 
@@ -178,7 +178,7 @@ BROKEN: dict[str, str] = {}
 
 
 def learn(section: str) -> None:
-    """Make the keys of another package's feature known, if there is one of this name."""
+    """Make the keys of another package's feature of this name known."""
     if not section or section in known_sections():
         return
     place = doors.of_packages("features").get(section)
@@ -197,7 +197,7 @@ def learn(section: str) -> None:
 
 
 def is_known(name: str) -> bool:
-    """Return whether a name is that of a key, or of an entry in a free table."""
+    """Return whether it is the name of a key or of an entry in a free table."""
     return name in known_names() or table_of(name) is not None
 
 

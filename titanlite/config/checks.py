@@ -43,7 +43,7 @@ def broken(config: LoadedConfig, rules: Iterable[ConfigRule]) -> list[Problem]:
 def placed(config: LoadedConfig, found: Iterable[Problem]) -> list[Problem]:
     """Return problems, each at the place of its key.
 
-    A key with its default has no place: that of another key in the message serves.
+    Where the key has its default, the place of another key in the message serves.
     """
     problems = []
     for problem in found:
@@ -332,7 +332,7 @@ RULES: tuple[ConfigRule, ...] = (
 
 
 def missing_files(config: LoadedConfig) -> Iterator[Problem]:
-    """Find local files and folders that a key names and that do not exist."""
+    """Find local paths in keys that do not exist."""
     for key, path in _paths(config):
         is_local = key == "model.tokenizer_path" or not is_url(path or "")
         if path and is_local and not is_there(path):
@@ -379,7 +379,7 @@ def _has_checkpoints(d: Config) -> bool:
 
 
 def closed_urls(config: LoadedConfig) -> Iterator[Problem]:
-    """Find URLs without the login or signature that they had, or with a login that nothing reads.
+    """Find URLs that lack their login or signature, or have a login that nothing reads.
 
     The config that a run keeps has URLs of the first kind.
     """
@@ -418,7 +418,7 @@ TRACKER_PACKAGES = {
 
 
 def missing_packages(config: LoadedConfig) -> Iterator[Problem]:
-    """Find optional packages that a key needs and that are not installed, and unusable stores."""
+    """Find optional packages that are needed and missing, and unusable stores."""
     metrics = config.sections.metrics
     for tracker in metrics.tracker_names:
         module, package = TRACKER_PACKAGES.get(tracker, ("titanlite", ""))

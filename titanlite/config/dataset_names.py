@@ -36,7 +36,7 @@ REGISTERED = {
 
 
 def hub_text(name: str) -> HubText | None:
-    """Return the data set of the hub of a registered name or an id; None: another name."""
+    """Return the hub's data set of a registered name or an id; None: another name."""
     if name in REGISTERED:
         return REGISTERED[name]
     return HubText(name) if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else None
@@ -48,7 +48,7 @@ BUNDLED_IDS = 2304
 
 
 def fetch_hint(path: str) -> str:
-    """Return how to get a tokenizer whose path is an id of the hub or a URL; or ""."""
+    """Return how to get a tokenizer by an id of the hub or a URL; or ""."""
     if is_url(path):
         return "copy its files to a folder of this machine, and give that folder"
     owner = path.partition("/")[0]
@@ -58,7 +58,7 @@ def fetch_hint(path: str) -> str:
 
 
 def name_problem(name: str) -> tuple[str, str] | None:
-    """Return why a name without a path stands for no text, and a remedy; None if it does."""
+    """Return why a name without a path is no text, and a remedy; None if it is."""
     if name in BUNDLED or is_dotted(name) or hub_text(name):
         return None
     known = (*BUNDLED, *REGISTERED)

@@ -59,7 +59,7 @@ _RECIPE = "float8.recipe_name"
 
 
 def apply_later(layers: Layers, sign: Source, why: str) -> None:
-    """Give a file of torchtitan 0.2.x its model and defaults, for keys that no layer sets.
+    """Give a file of torchtitan 0.2.x its model and defaults, where no layer sets them.
 
     sign: what says that it is one. why: what it says.
     """
@@ -153,9 +153,9 @@ def _apply_transformers(layers: Layers, source: Source) -> None:
 
 
 def settle_mx(layers: Layers, source: Source) -> None:
-    """Give torchtitan's default recipe to a file with the converter of MX formats.
+    """Give torchtitan's default recipe to a file with the MX converter; refuse other formats.
 
-    Refuse another format. source: of `model.converters`.
+    source: of `model.converters`.
     """
     settled = layers.values.get(_RECIPE)
     if settled is None:
@@ -180,7 +180,7 @@ def apply_microbatch_size(layers: Layers, size: int, source: Source) -> None:
 
 
 def settle_unsupported(layers: Layers) -> None:
-    """Refuse the unsupported keys that ask for something; note those of features that are off."""
+    """Refuse unsupported keys that ask for something; note those of features that are off."""
     without_effect = []
     for name, entry in layers.unsupported.items():
         key = UNSUPPORTED[name]

@@ -34,10 +34,7 @@ HINT = 'name it as "package.module:name", or as "./file.py:name" beside the TOML
 
 
 def anchored(path: str, folder: Path) -> str:
-    """Return a dotted path with its file made absolute.
-
-    The file is in `folder`, else in the working directory if it is there.
-    """
+    """Return a dotted path with an absolute file: in `folder`, else in the working directory."""
     file, colon, name = path.partition(":")
     if not file.startswith("."):
         return path
@@ -56,7 +53,7 @@ def dotted_paths(config: LoadedConfig) -> Iterator[tuple[str, str]]:
 
 
 def missing(config: LoadedConfig) -> Iterator[Problem]:
-    """Find dotted paths whose file or package is not there. `load_functions` finds all others."""
+    """Find dotted paths without their file or package; `load_functions` finds all others."""
     foreign = {claim.key for claim in config.claims}  # such a file is not even looked for
     for key, path in dotted_paths(config):
         module, _, name = path.partition(":")

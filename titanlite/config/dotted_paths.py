@@ -40,7 +40,7 @@ def resolve(path: str) -> Any:
 
 
 def resolve_as(path: str, accept: Callable[[Any], bool], kind: str) -> Any:
-    """As `resolve`, but raise ValueError also for an object that `accept` does not take.
+    """As `resolve`; raise ValueError also where `accept` refuses the object.
 
     kind: what it must be, with an article, for messages.
     """

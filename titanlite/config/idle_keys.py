@@ -51,7 +51,7 @@ def _is_on(config: LoadedConfig, key: str) -> bool:
 
 
 def without_effect(config: LoadedConfig) -> list[str]:
-    """Return the keys that were written and belong to something that is off, in order."""
+    """Return the written keys of what is off, in order."""
     found = []
     for name, key in keys().items():
         changes = config.is_given(name) and config.value(name) != key.default
@@ -61,9 +61,7 @@ def without_effect(config: LoadedConfig) -> list[str]:
 
 
 def idle_keys(config: LoadedConfig) -> tuple[list[str], list[str]]:
-    """Return notes and warnings about `without_effect`, but for sections that are written as
-    off.
-    """
+    """Return notes and warnings about `without_effect`, but for sections written as off."""
     float8 = []
     others = []
     for key in without_effect(config):

@@ -110,17 +110,17 @@ def read_text(
 
 
 def load_file(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Return the config of a file, with flags over it as on a command line. Raises ConfigError."""
+    """Return the config of a file, with flags over it. Raises ConfigError."""
     return load([f"--job.config_file={os.fspath(path)}", *overrides])
 
 
 def config_folders() -> list[Path]:
-    """Return where configs given by a bare name are looked up, after the working directory."""
+    """Return where bare names of configs are looked up, after the working directory."""
     return [Path("train_configs"), Path(__file__).resolve().parents[1] / "train_configs"]
 
 
 def find_config(path: str) -> Path | None:
-    """Return the file that a name on the command line means, or None."""
+    """Return the file of a name on the command line, or None."""
     direct = Path(os.path.expanduser(path))
     # `Path.exists` raises for names that are too long.
     if os.path.exists(direct):
@@ -129,7 +129,7 @@ def find_config(path: str) -> Path | None:
 
 
 def in_config_folders(name: str) -> Path | None:
-    """Return the file of a bare name in one of the folders of configs, or None."""
+    """Return the file of a bare name in a folder of configs, or None."""
     if os.path.basename(name) == name:
         for folder in config_folders():
             if os.path.isfile(folder / name):

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 
 def load_function(key: str, path: str) -> Callable[..., Any]:
-    """Return the function that a key of `FUNCTIONS` names. Raises ValueError if it cannot be
-    called.
-    """
+    """Return the function that a key of `FUNCTIONS` names. Raises ValueError if it does not fit."""
     arguments = FUNCTIONS[key]
     kind = f"a function to call with ({', '.join(arguments)})"
     function: Callable[..., Any] = resolve_as(path, callable, kind)
@@ -65,9 +63,7 @@ def load_optimizer(path: str, args: Mapping[str, Any]) -> tuple[Callable[..., An
 
 
 def load_functions(config: LoadedConfig) -> None:
-    """Import every function that a config names. Raises ConfigError with all that cannot be
-    used.
-    """
+    """Import every function that a config names. Raises ConfigError with all that do not fit."""
     problems = []
     for key, path in dotted_paths(config):
         try:

@@ -39,9 +39,8 @@ class Origin(enum.Enum):
 
 
 def foreign(trust_code: bool) -> Origin:
-    """Return the origin of what a checkpoint or a kept config holds.
-
-    trust_code: the user gave `--trust-code`.
+    """Return the origin of what a checkpoint or a kept config holds, given `--trust-code` or
+    not.
     """
     return Origin.TRUSTED if trust_code else Origin.FOREIGN
 

@@ -20,7 +20,7 @@ _TASK_FILES = ("eval.include_path",)
 
 
 def code_claim(place: str, key: str, path: str, written: str = "") -> Claim:
-    """Return the claim of a dotted path. written: as the file has it, if that is not the same."""
+    """Return the claim of a dotted path. written: as in the file, if different."""
     return Claim(place, key, written or path, f"imports {_imported(path)}")
 
 
@@ -35,9 +35,9 @@ def file_claim(place: str, key: str, written: str, path: Path) -> Claim:
 
 
 def config_claims(place: str, key: str, written: Any, value: Any) -> Iterator[Claim]:
-    """Yield what the value of a config's key would run.
+    """Yield what a config's value would run.
 
-    place: its file and line. written: the value as the file has it, with relative paths.
+    place: file and line. written: as the file has it, with relative paths.
     """
     pairs = zip(_dotted_paths(key, written), _dotted_paths(key, value), strict=True)
     for shown, path in pairs:

@@ -42,7 +42,7 @@ def is_url(text: str) -> bool:
 
 
 def public_name(name: str) -> str:
-    """Return a URL without user, query and fragment: the same for each signature of a file."""
+    """Return a URL without user, query and fragment, the same for each signature."""
     if "://" not in name:
         return public(name)
     plain = re.sub(r";[\w.-]+=[^/]*|#.*=.*", "", name.partition("?")[0])
@@ -57,10 +57,9 @@ def public_names(text: str) -> str:
 
 
 def chain_problem(url: str) -> str:
-    """Return why a URL is refused before fsspec reads it; "" for a plain one.
+    """Return why a URL is refused before fsspec reads it; or "".
 
-    fsspec takes `reference://part::https://host/file`, and runs templates that the file there
-    holds.
+    fsspec takes `reference://part::https://host/file`, and runs templates in the file there.
     """
     if "::" not in _IPV6.sub("", url):
         return ""
@@ -68,7 +67,7 @@ def chain_problem(url: str) -> str:
 
 
 def store_needs(scheme: str, error: ImportError) -> str:
-    """Return what to install for a store that fsspec cannot open. error: fsspec's."""
+    """Return what to install for a store that fsspec cannot open."""
     package = STORES.get(scheme)
     if package is None:
         return f"{scheme}:// needs a package that is not installed: {error}"

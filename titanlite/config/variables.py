@@ -41,9 +41,9 @@ def is_deferred(key: str) -> bool:
 
 
 def resolved(entry: Entry, keep_unset: bool) -> tuple[Entry, list[Problem]]:
-    """Return an entry with the values of its variables, and what is wrong; `raw` is as written.
+    """Return an entry with its variables' values, and what is wrong; `raw` is as written.
 
-    keep_unset: leave an unset variable as it is written.
+    keep_unset: leave an unset variable as written.
     """
     names: list[str] = []
     problems: list[Problem] = []

@@ -51,7 +51,7 @@ SWEEP = "sweep"
 
 
 def file_entries(text: str, file: str) -> tuple[list[Entry], list[Problem]]:
-    """Return the values of one TOML text, and its mistakes; `file` is its name in messages."""
+    """Return the values of a TOML text, and its mistakes. file: its name in messages."""
     try:
         tree = loads(text)
     except TOMLDecodeError as error:
@@ -106,9 +106,7 @@ class _FileEntries:
 
 
 def begins_option(word: str) -> bool:
-    """Return whether a word of a command line begins an option. Other words, as `-1`, are
-    values.
-    """
+    """Return whether a word begins an option; words as `-1` are values."""
     return word.startswith("--") or word == "-h"
 
 
@@ -125,7 +123,7 @@ def command_line_entries(argv: Sequence[str]) -> tuple[list[Entry], list[Problem
     """Return the values of `--section.key value`, `--section.key=value`, `--no-section.key` and
     `--section.no_key`.
 
-    A flag given twice: the last one wins.
+    Of a flag given twice the last one wins.
     """
     entries: dict[str, Entry] = {}
     problems: list[Problem] = []
@@ -168,7 +166,7 @@ def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def flag_name(flag: str) -> tuple[str | None, bool]:
-    """Return the name in a flag, and whether it is negated; None for an unknown one."""
+    """Return the name in a flag, and whether it is negated; None: unknown."""
     if flag in CONFIG_FILE:
         return "job.config_file", False
     plain = flag.replace("-", "_")

@@ -26,7 +26,7 @@ _PORT = 7777
 
 
 def sagemaker_job(base: Path) -> tuple[list[str], dict[str, str]]:
-    """Return the command and variables of a SageMaker training job, as its toolkit sets them.
+    """Return command and variables of a SageMaker training job, as its toolkit sets them.
 
     base: /opt/ml. The hyperparameter `config_file` is the config; others are `section.key`. The
     first host has rank 0.

@@ -58,7 +58,7 @@ class Job(NamedTuple):
 def render(template: str, job: Job, values: Mapping[str, Any]) -> str:
     """Return a file of `deploy/` with its variables filled in; an unknown one is an error.
 
-    Raises ConfigError for a control character: a new line would begin a statement of the job.
+    Raises ConfigError for a control character: a new line would begin a statement.
     """
     _refuse_control_characters(job)
     environment = templates(_TEMPLATES, keep_trailing_newline=True)

@@ -134,7 +134,7 @@ class AnomalyLog:
 
 
 def check_weights(bad: BadStepError, model: nn.Module) -> None:
-    """Raise WeightsError where weights are not finite: every later step would be skipped too.
+    """Raise WeightsError for weights that are not finite: every later step would be skipped too.
 
     All ranks call it together.
     """
@@ -146,7 +146,7 @@ def check_weights(bad: BadStepError, model: nn.Module) -> None:
 
 
 def explain(bad: BadStepError, model: nn.Module, runner: Runner, fetched: Fetched) -> None:
-    """Add to the error which module is to blame. All ranks call it together."""
+    """Add which module is to blame. All ranks call it together."""
     if bad.kind != "not finite":
         return
     if not isinstance(runner, PlainRunner):

@@ -481,7 +481,7 @@ class HangWatchdog:
 
 
 def nccl_failure() -> str:
-    """Return what NCCL's watchdog has found wrong, a minute before it aborts the process; or ""."""
+    """Return what NCCL's watchdog has found, a minute before it aborts the process; or ""."""
     for group in list(_world.pg_map):
         with contextlib.suppress(RuntimeError, AttributeError):  # no NCCL, or a wrapper that debugs
             found = group._get_backend(torch.device("cuda")).get_error()

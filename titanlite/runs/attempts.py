@@ -53,8 +53,7 @@ class _Entry(_Needed, total=False):
 
 
 def read_entries(folder: Path, problems: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return the lines of attempts.jsonl, oldest first, but for damaged ones; none without the
-    file.
+    """Return the lines of attempts.jsonl, oldest first, but for damaged ones.
 
     problems: as for `utils.read_lines`.
     """
@@ -110,7 +109,7 @@ class _Row(msgspec.Struct):
 
 
 def lost_since(folder: Path, attempt: Attempt, step: int, tokens: int) -> dict[str, int]:
-    """Return what a killed attempt did after a step, by its metrics, and the time of its last row.
+    """Return what a killed attempt did after a step, by its metrics, and its last row's time.
 
     tokens: seen at `step`.
     """

@@ -10,7 +10,7 @@ from titanlite.runs.read import Row, Run
 def goodput_of(run: Run) -> float | None:
     """Return the share of useful time, from the first launch to the last end; None: unknown.
 
-    Waits for data, saves, validation, restarts and steps that were trained again are not useful.
+    Waits for data, saves, validation, restarts and steps trained again are not useful.
     """
     if not run.attempts or run.ended is None:
         return None

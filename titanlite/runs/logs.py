@@ -47,7 +47,7 @@ class RankLog(logging.FileHandler):
 def rank_log(folder: Path, rank: int) -> Iterator[None]:
     """Log this rank into `folder` during the block, and the exception that leaves it.
 
-    A folder that cannot be written to costs the log, with a warning.
+    An unwritable folder costs the log, with a warning.
     """
     path = Path(folder) / FOLDER / f"rank_{rank}.log"
     try:

@@ -157,7 +157,7 @@ def config_values(toml: str) -> dict[str, Any]:
 
 
 def config_changes(old: object, new: object) -> dict[str, str]:
-    """Return "old -> new" by key for two configs as TOML texts; empty where one of them is none.
+    """Return "old -> new" by key for two TOML texts; empty where one is none.
 
     Values are shown as in JSON, missing ones as "(not set)".
     """
@@ -194,8 +194,8 @@ class GitState:
 def git_state(package: Path | None = None) -> GitState:
     """Return commit and changes of the checkout that contains the package.
 
-    The diff is cut after `DIFF_LIMIT` bytes, and its URLs lose their secrets. Where git fails,
-    `record` has the reason as "unknown".
+    The diff is cut after `DIFF_LIMIT` bytes, and its URLs lose their secrets. A failure of git is
+    the reason in "unknown" of `record`.
     """
     folder = package or Path(titanlite.__file__).parent
     try:

@@ -137,7 +137,7 @@ class AttemptRecord:
 
 
 def begin(folder: Path, start: Start) -> Begun:
-    """Record that an attempt starts: on rank 0, before anything else in the folder is changed."""
+    """Record the start of an attempt: on rank 0, before anything else in the folder is changed."""
     previous = _attempts_before(folder)
     number = 1 + max((attempt["attempt"] for attempt in previous), default=0)
     git = provenance.git_state()

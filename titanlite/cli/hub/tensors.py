@@ -140,7 +140,7 @@ Read = Callable[[str], torch.Tensor]
 
 
 def compare_logits(family: str, args: Any, read: Read, folder: Path) -> str:
-    """Compare the logits of random tokens; return a line about it. Raises CheckpointError.
+    """Return a line that compares logits of random tokens. Raises CheckpointError.
 
     read: our name → tensor. folder: the same weights, as Hugging Face's.
     """
@@ -201,9 +201,8 @@ def compare_ids(tokenizer: str, folder: Path) -> str:
 
 
 def empty_model(spec: ModelSpec, args: Any, device: torch.device | str = "cpu") -> nn.Module:
-    """Return a model for evaluation, with the buffers that no checkpoint holds on `device`.
-
-    `fill` gives it all others.
+    """Return a model for evaluation, with the buffers that no checkpoint holds; `fill` does the
+    rest.
     """
     model = spec.build_on_meta(args).eval()
     for module in model.modules():

@@ -61,9 +61,7 @@ class Mesh(NamedTuple):
 
 
 def meshes(run: RunConfig, cluster: Cluster) -> Iterator[Mesh]:
-    """Yield the config's own degrees of parallelism, then all powers of two that the ranks
-    allow.
-    """
+    """Yield the config's own degrees, then all powers of two that the ranks allow."""
     mesh = run.mesh
     length = run.batch.seq_len
     yield Mesh({}, mesh.dp_degree, length // mesh.context, mesh.pipeline > 1)
