@@ -109,7 +109,7 @@ def divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _selects(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer's kernels take a step by a flag on the device."""
+    """Whether the optimizer's kernels take a step by a flag on the device."""
     fused = all(group.get("fused") for group in optimizer.param_groups)
     return fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 

@@ -60,7 +60,7 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 
 
 def _decay(kind: str, progress: float, floor: float) -> float:
-    """Return the factor in [floor, 1] at `progress` in [0, 1] of the decay."""
+    """Return the factor in [floor, 1] at `progress` in [0, 1]."""
     if kind == "constant":
         return 1.0
     if kind == "exponential":

@@ -29,8 +29,8 @@ class LossWindow:
         self._least = min(size, max(_LEAST_LOSSES, size // 2))
 
     def judge(self, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return whether a loss is over the limit (0-dim bool), and the window's mean and deviation
-        (0-dim float64).
+        """Return whether a loss is over the limit (0-dim bool), and mean and deviation (0-dim
+        float64).
         """
         there = self._losses.isfinite()
         count = there.sum()

@@ -144,7 +144,7 @@ def offloads(cpu_offload: bool, device_type: str) -> bool:
 
 
 def _set_prefetch(model: nn.Module, groups: Sequence[Sequence[nn.Module]], ahead: int) -> None:
-    """Let each group start the all-gathers of the `ahead` groups after it before it computes.
+    """Let each group start all-gathers of the `ahead` groups after it before it computes.
 
     groups: in the order they last run, which backward reverses.
     """

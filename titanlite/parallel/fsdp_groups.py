@@ -82,8 +82,7 @@ def _post_order(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _in_order(model: nn.Module, groups: Sequence[FSDPGroup]) -> list[FSDPGroup]:
     """Return the groups in the order they last run.
 
-    Groups that share a parameter with modules outside are left out, since a parameter can belong to
-    one group only.
+    Those that share a parameter with modules outside are left out: it can belong to one group only.
     """
     owners: dict[nn.Parameter, list[str]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))

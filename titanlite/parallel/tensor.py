@@ -295,7 +295,7 @@ def tensor_loss(loss: LossFunction) -> LossFunction:
 
 
 class _ShardedLoss(torch.autograd.Function):
-    """Enters torch's `loss_parallel`, which replaces operators, around a loss function's passes."""
+    """Enters torch's `loss_parallel`, which replaces operators, around both passes."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, loss: LossFunction) -> Tensor:

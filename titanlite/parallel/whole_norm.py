@@ -51,8 +51,6 @@ class DividedWholeNorm(WholeNorm):
 
 
 class _DividedRmsNorm(torch.autograd.Function):
-    """`titanlite.models.autograd.rms_norm` of rows that ranks share."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, ranks: int, group: str) -> Tensor:
         ctx.ranks = ranks

@@ -97,7 +97,7 @@ def _known(pick: Callable[[list[float]], float], values: Iterable[float | None])
 
 
 def _largest_difference(pairs: Iterable[tuple[RunFigures, RunFigures]]) -> float | None:
-    """Over equal steps of each pair. NaN if one is NaN: `max` alone would hide it."""
+    """NaN if one is NaN, which `max` alone would hide."""
     found = []
     for a, b in pairs:
         found += [abs(a.losses[step] - b.losses[step]) for step in a.losses.keys() & b.losses]

@@ -58,7 +58,7 @@ class Member:
     flags: Sequence[str]
 
     def arguments(self, config_args: Sequence[str], folder: Path) -> list[str]:
-        """Return its command line behind `titanlite train`. folder: the one above all runs."""
+        """Return its command line behind `titanlite train`."""
         return [*config_args, *self.flags, f"--job.dump_folder={folder / self.name}"]
 
 

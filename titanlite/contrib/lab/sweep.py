@@ -125,7 +125,7 @@ def _problem(table: Entry, name: str, message: str, hint: str = "") -> Problem:
 
 
 def _flat(table: Values, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield names and values; `optimizer.lr = …` without quotes is a table in a table."""
+    """`optimizer.lr = …` without quotes is a table in a table."""
     for part, value in table.items():
         name = join(path, part) if path else part
         if isinstance(value, dict) and is_subsection(name):

@@ -200,7 +200,7 @@ class Incoming:
 
 
 def _read_block(stream: BinaryIO | None, count: int) -> torch.Tensor:
-    """Return the next bytes of a file [count, uint8]; zeros where they cannot be read."""
+    """Return the next bytes [count, uint8], zeros where they cannot be read."""
     block = torch.zeros(count, dtype=torch.uint8)
     view = block.numpy().data
     with contextlib.suppress(OSError):

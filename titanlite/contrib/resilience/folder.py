@@ -79,9 +79,7 @@ class LocalFolder:
         return copied if copied.is_file() and not own.is_file() else own
 
     def prune(self, keep: int) -> None:
-        """Delete all but the newest saves on this node. Its ranks do it together, with one
-        result.
-        """
+        """Delete old saves; ranks of a node do it together, with one result."""
         manifests, _ = self.manifests()
         stay = sorted(manifests, key=lambda save: (manifests[save].step, save))[-keep:]
         for _, folder in self._steps():
@@ -165,9 +163,8 @@ class Past(NamedTuple):
     newest: int = -1
 
     def abandoned(self, manifest: Manifest, newest: int) -> str:
-        """Return why a local save must not come back; "": it may.
-
-        newest: step of the newest shared checkpoint now.
+        """Return why a local save must not come back; "": it may. newest: step of the newest shared
+        checkpoint.
         """
         if manifest.train[ABOUT].get("line") != self.line and id_of(manifest) not in self.kept:
             return "later the run went on without it"

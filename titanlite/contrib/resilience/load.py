@@ -45,7 +45,6 @@ class TieredChooser(Chooser):
     local_root: Path = Path()
 
     def newest(self) -> Found:
-        """Return the newest checkpoint of both tiers that is not known to be bad."""
         shared = super().newest()
         passed = [*self.notes, *self.rejected.values(), *shared.passed]
         newest = shared.manifest
@@ -101,7 +100,7 @@ class TieredChooser(Chooser):
 
 
 class TieredLoader(Loader):
-    """Loads from both tiers. `folder` and `group` are those of `TieredCheckpointer`."""
+    """Loads from both tiers."""
 
     chooser: TieredChooser
     chooser_class = TieredChooser

@@ -175,7 +175,7 @@ class TieredCheckpointer(Checkpointer):
         self._local_async.raise_bad()
 
     def wait_for_local(self) -> None:
-        """Wait for the local save in the background, on all ranks."""
+        """All ranks wait for the local save in the background."""
         self._local_async.wait()
         self.poll_local()
         self._local_async.raise_bad()

@@ -51,7 +51,7 @@ class CometTracker(Tracker):
         experiment.end()
 
     def _settings(self, comet_ml: Any) -> Any:
-        """Return settings that record nothing but what is sent here."""
+        """Nothing but what is sent here is recorded."""
         return comet_ml.ExperimentConfig(
             log_code=False,
             log_graph=False,

@@ -77,7 +77,7 @@ class ContextAttention(nn.Module):
         return early, late
 
     def _causal(self, chunk: int, end: int) -> Tensor | None:
-        """Return the mask of one chunk over its keys; None: the window decides."""
+        """Return the mask of one chunk; None: the window decides."""
         from torch.nn.attention.bias import causal_lower_right  # it loads the compiler
 
         if self.has_sinks or (self.window is not None and self.window < end):

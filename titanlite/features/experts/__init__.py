@@ -55,7 +55,7 @@ class MoELayers:
     # The model: `titanlite.assembly.model` calls this, and `titanlite.assembly.phase_resize`
 
     def set_step_tokens(self, model: nn.Module, tokens: int) -> None:
-        """Tell each layer the tokens of a step, by which routers' losses are divided."""
+        """The losses of routers are divided by the tokens of a step."""
         modules: dict[str, Any] = dict(model.named_modules())
         for name in self.experts:
             if name in modules:  # a pipeline stage has some of them

@@ -55,7 +55,7 @@ def choose_linears(
 
 
 def _reason(name: str, size: Size, local: Size, settings: Float8, multiple: int) -> str:
-    """Return why a linear stays in high precision; "": it does not. local: size on a rank."""
+    """Return why a linear stays in high precision, or "". local: size on a rank."""
     # At any place: `layers.1` is part of `layers.1.w` and of `layers.10.w`.
     matching = [part for part in name_filters(settings) if part in name]
     if matching:

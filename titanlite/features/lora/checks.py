@@ -86,7 +86,7 @@ def problems(run: RunConfig, args: Any) -> Iterator[Problem]:
 
 
 def _idle_stages(run: RunConfig, args: Any) -> Iterator[Problem]:
-    """Find stages of a pipeline that train nothing: other ranks would wait for them for ever."""
+    """Other ranks would wait for ever for a stage that trains nothing."""
     pipeline = run.features.pipeline
     if pipeline is None or run.spec.pipeline_costs is None:
         return

@@ -194,9 +194,7 @@ def _config(adapters: Adapters, names: Mapping[str, str], base: str) -> dict[str
 
 
 def _target_modules(adapters: Adapters, names: Mapping[str, str]) -> list[str]:
-    """Return the last words of names, or a whole name where linears without an adapter share its
-    last word.
-    """
+    """Return last words of names, but whole names where other linears share the last word."""
     others = {name.rpartition(".")[2] for ours, name in names.items() if ours not in adapters.sizes}
     found: dict[str, None] = {}
     for linear in adapters.sizes:

@@ -62,7 +62,6 @@ def problems(run: RunConfig, args: Any) -> Iterator[Problem]:
 
 
 def _without_gain(rules: Rules) -> Iterator[Problem]:
-    """Find multipliers that a norm without a weight would have to hold."""
     are_wider = head_width(rules.args) != head_width(rules.base)
     if are_wider and getattr(rules.args, "unit_qk", False):
         message = "scales scores by queries, and unit_qk divides these by their size"
@@ -85,7 +84,7 @@ def _without_gain(rules: Rules) -> Iterator[Problem]:
 
 
 def _decayed_offsets(run: RunConfig, rules: Rules) -> Iterator[Problem]:
-    """Find norms whose factor is 1 + weight: decay would draw it to 1, whatever muP makes it."""
+    """Decay would draw a factor of 1 + weight to 1, whatever muP makes it."""
     optimizer = run.optimizer
     if optimizer.no_decay_on_norms:
         return

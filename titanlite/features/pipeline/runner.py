@@ -190,7 +190,7 @@ class Pipeline:
     def _inputs(
         self, number: int, tokens: Sequence[Tensor], local: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """Yield the inputs of a stage; each is waited for when it is needed."""
+        """Each input is waited for when it is needed."""
         if number == 0:
             yield from tokens
         elif number - 1 in self._model.stages:

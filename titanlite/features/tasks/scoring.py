@@ -92,7 +92,9 @@ class Scorer:
         return found
 
     def _scored(self, batches: Sequence[Sequence[Row]]) -> list[list[float]]:
-        """Return each row's log-likelihood and the targets that greedy decoding misses."""
+        """Return each row's log-likelihood and the number of targets that greedy decoding
+        misses.
+        """
         with evaluating(self.subject.model):
             parts = [self._pass(batch) for batch in self.progress(batches)]
         return torch.cat(parts).tolist() if parts else []

@@ -55,7 +55,6 @@ def predicted(points: Sequence[Point], target: Target) -> tuple[str, dict[str, A
 
 
 def _points(target: Target, found: Sequence[Rung], folder: Path) -> tuple[list[Point], list[str]]:
-    """Run trunks, then branches of those that are done; return points and what is missing."""
     shared = [*target.files, *DEFAULTS, *target.flags]
     results: dict[str | None, MemberResult] = {}
 

@@ -72,7 +72,7 @@ class Problem:
         )
 
     def log_losses(self, rows: Array) -> tuple[Array, Array]:
-        """Return the log losses [rows, points] of laws, and their derivatives [rows, points, 5]."""
+        """Return log losses [rows, points], and their derivatives [rows, points, 5]."""
         by_size = rows[:, _A, None] - rows[:, _SIZE, None] * self.sizes
         by_tokens = rows[:, _B, None] - rows[:, _TOKEN, None] * self.tokens
         constant = np.broadcast_to(rows[:, _E, None], by_size.shape)
@@ -184,7 +184,7 @@ def _notes(problem: Problem, law: Law) -> list[str]:
 
 
 def _starts(losses: Array) -> Array:
-    """Return starts [rows, 5]: all combinations of exponents, and of shares of the mean loss."""
+    """Return [rows, 5]: all combinations of exponents, and of shares of the mean loss."""
     middle = float(losses.mean())
     rows: list[list[float]] = []
     for alpha, beta, left, of_size in itertools.product(

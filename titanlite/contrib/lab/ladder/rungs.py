@@ -148,7 +148,7 @@ def _of_model(target: Target, shape: Shape, seed: int, horizons: list[float]) ->
 
 
 def _warmup(target: Target, steps: list[int]) -> int:
-    """Return the steps of the warm-up: the target's share of its run, of the longest horizon."""
+    """Return the steps of the warm-up: the target's share, of the longest horizon."""
     schedule = target.run.schedule
     share = schedule.warmup_steps / max(schedule.total_steps or 1, 1)
     return round(min(share * steps[-1], _LONGEST_WARMUP * steps[0])) or 1

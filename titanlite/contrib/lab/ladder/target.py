@@ -66,7 +66,6 @@ def target_of(arguments: argparse.Namespace, flags: Sequence[str]) -> Target:
 
 
 def _obstacles(config: Config) -> Iterator[Problem]:
-    """Find the keys with which smaller runs would tell nothing of this one."""
     if not config.validation.enable:
         message = "a ladder compares losses on held-out text"
         yield Problem("needs", "validation.enable", message, "set it to true")
