@@ -38,7 +38,9 @@ class Figures(Protocol):
         """Return this rank's sums since the last call: [any number] float64 on the device."""
         ...
 
-    def figures(self, trainer: Trainer, sums: list[float]) -> dict[str, float]: ...
+    def figures(self, trainer: Trainer, sums: list[float]) -> dict[str, float]:
+        """Return entries of metrics.jsonl from the sums over all ranks."""
+        ...
 
 
 class MetricsLogger(Callback):

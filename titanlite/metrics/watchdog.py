@@ -84,6 +84,7 @@ _looks = threading.Lock()
 
 
 def _is_common(error: BaseException) -> bool:
+    """Return whether all ranks raise this error together."""
     by_python = (KeyboardInterrupt, SystemExit, GeneratorExit)
     return isinstance(error, (StopRequested, *by_python)) or getattr(error, "together", False)
 

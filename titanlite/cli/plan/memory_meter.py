@@ -52,6 +52,8 @@ class _Storage:
 
 
 class _Visit(NamedTuple):
+    """A module runs in a phase, while storages begin, end and change by so many bytes."""
+
     phase: str
     module: str
     events: list[tuple[_Storage, int]]
