@@ -21,7 +21,7 @@ from tests.support.watch import GATHER, Operators, Watch, count_collectives
 from titanlite.config.sections import ActivationCheckpoint, Training
 from titanlite.parallel.activation_checkpoint import ATTENTION, MATMULS, OTHERS, apply_ac, kind_of
 
-SMALL = {"fsdp_units": ["Linear"]}  # groups within a block
+SMALL = {"fsdp_units": ["Attention", "FeedForward"]}  # groups within a block
 
 
 @pytest.mark.slow_after(1)

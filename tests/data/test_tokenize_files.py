@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.texts import write_texts
 from titanlite.data import DataError
-from titanlite.data import corpus as corpus_module
+from titanlite.data import tokenize_files
 from titanlite.data.text_files import BUNDLED, Record, iter_records, list_files
 from titanlite.data.tokenize_files import tokenize
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, Tokenizer, load_tokenizer
@@ -51,7 +51,7 @@ def test_threads_give_the_same_corpus_as_the_plain_way(
     assert one.tokens.tolist() == [
         i for r in iter_records(files) for i in TOKENIZER.encode(r.text, bos=True, eos=True)
     ]
-    monkeypatch.setattr(corpus_module, "_CHUNK", 2000)
+    monkeypatch.setattr(tokenize_files, "_CHUNK", 2000)
     many = tokenize(files, TOKENIZER, TOKENIZER.vocab_size, workers)
     assert np.array_equal(many.tokens, one.tokens)
     assert many.tokens.dtype == one.tokens.dtype == np.uint16
@@ -88,7 +88,7 @@ def test_the_first_error_in_the_file_is_the_one_that_is_named(
         threading.Event().wait(0.002)
         return None
 
-    monkeypatch.setattr(corpus_module, "_CHUNK", chunk)
+    monkeypatch.setattr(tokenize_files, "_CHUNK", chunk)
     texts = [text + "!" * (n in marks) for n, text in enumerate(TEXTS, start=1)]
     with pytest.raises(DataError) as caught:
         tokenize(
@@ -121,8 +121,8 @@ def test_threads_end_with_an_interrupt_or_an_error(
     read: object,
     error: type[BaseException],
 ) -> None:
-    monkeypatch.setattr(corpus_module, "_CHUNK", 1)
-    monkeypatch.setattr(corpus_module, "iter_records", read)
+    monkeypatch.setattr(tokenize_files, "_CHUNK", 1)
+    monkeypatch.setattr(tokenize_files, "iter_records", read)
     with pytest.raises(error):
         tokenize([write_texts(tmp_path / "a.jsonl", TEXTS)], tokenizer, TOKENIZER.vocab_size, 3)
     assert tokenizing_threads() == []
@@ -142,8 +142,8 @@ def test_reading_tells_its_share_and_the_time_left(
 
     (tmp_path / "one.txt").write_bytes(b"a" * 4000)
     (tmp_path / "two.parquet").write_bytes(b"a" * 1600)
-    monkeypatch.setattr(corpus_module.time, "monotonic", lambda: now)
-    monkeypatch.setattr(corpus_module, "_CHUNK", 1)
+    monkeypatch.setattr(tokenize_files.time, "monotonic", lambda: now)
+    monkeypatch.setattr(tokenize_files, "_CHUNK", 1)
     tokenizer = load_tokenizer(str(BUNDLED_TOKENIZER))
     with caplog.at_level("INFO", "titanlite"):
         for files in ([tmp_path / "one.txt"], [tmp_path / "one.txt", tmp_path / "two.parquet"]):
