@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.texts import write_texts
-from titanlite.data import DataError
-from titanlite.data import tokenize_files
+from titanlite.data import DataError, tokenize_files
 from titanlite.data.text_files import BUNDLED, Record, iter_records, list_files
 from titanlite.data.tokenize_files import tokenize
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, Tokenizer, load_tokenizer
