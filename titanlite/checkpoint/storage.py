@@ -143,7 +143,18 @@ def find_nonfinite(
 ) -> str:
     """Return the first tensor with a NaN or an infinity, and the ranks that have one; "": none has.
 
-    All ranks of `group` call it together and get the same answer. Each device is read once.
+    All ranks of `group` call it together and get the same answer. Raises CheckpointError, on all
+    ranks, where one cannot search.
+    """
+    names = gather_objects(on_each_rank(lambda: _first_nonfinite(tensors), group), group)
+    ranks = [rank for rank, name in enumerate(names) if name]
+    return f"{names[ranks[0]]} on {name_ranks(ranks)}" if ranks else ""
+
+
+@torch.no_grad()
+def _first_nonfinite(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the first of this rank's tensors with a NaN or an infinity. Each device is read
+    once.
     """
     devices: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
@@ -159,9 +170,7 @@ def find_nonfinite(
         for (name, part), fine in zip(parts.items(), finite, strict=True):
             if not mine and not fine and not part.isfinite().all():
                 mine = name
-    names = gather_objects(mine, group)
-    ranks = [rank for rank, name in enumerate(names) if name]
-    return f"{names[ranks[0]]} on {name_ranks(ranks)}" if ranks else ""
+    return mine
 
 
 @dataclass(frozen=True)
@@ -247,7 +256,7 @@ def on_rank_0(world: DistEnv, action: Callable[[], T], group: dist.ProcessGroup 
     return result
 
 
-def on_each_rank(action: Callable[[], T], group: dist.ProcessGroup) -> T:
+def on_each_rank(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """Run on each rank of `group`; return its result, or raise CheckpointError on all ranks."""
     problem = ""
     try:
