@@ -188,7 +188,7 @@ def report_code(code: int, error: str = "") -> bool:
         open(os.environ.get(VARIABLE) or os.devnull, "ab+", buffering=0) as file,
     ):
         file.write(line.encode())
-        # Of this line, wherever others write.
+        # This line ends here, wherever others write.
         end = file.tell()
         file.seek(0)
         return line not in file.read(end - len(line)).decode().splitlines(keepends=True)

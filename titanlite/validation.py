@@ -130,7 +130,8 @@ class ValidationResult:
 
     #: By the name of the text; a single text without a name has "".
     sources: dict[str, HeldOutLoss]
-    #: Of the parts of a sequence, first to last, over all texts; empty unless `validation.parts`.
+    #: Losses of the parts of a sequence, first to last, over all texts; empty unless
+    #: `validation.parts`.
     parts: tuple[HeldOutLoss, ...] = ()
 
     @property

@@ -47,7 +47,7 @@ PEAKS = {
 }
 
 
-#: Of each step.
+#: Size of each step.
 SIZE = StepSize(4, 2048, 4)
 
 

@@ -185,7 +185,7 @@ class RoutedArgs:
 
 @dataclass(frozen=True)
 class LaterArgs(RoutedArgs):
-    """The same in a later version."""
+    """The arguments above, as a later version has them."""
 
     parallel: bool = argument(False, added_later=True)
 

@@ -50,7 +50,7 @@ class Repository:
 
 @dataclass
 class Uploads:
-    """What uploads have left. users: token → user."""
+    """Repositories that uploads have made. users: token → user."""
 
     users: Mapping[str, User]
     repositories: dict[str, Repository] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from titanlite.config.checks import is_there
 from titanlite.config.dataset_names import BUNDLED_TOKENIZER_NAME
 from titanlite.run.config import RunConfig
 
-#: Of each text.
+#: Number of records that are read of each text.
 _RECORDS = 8
 
 

@@ -98,7 +98,8 @@ def print_error(message: str, code: int) -> int:
         say(f"error: {message}")
     else:
         time.sleep(PRINT_SECONDS)
-        # A rank that ended by this code has told why. That of memory is noted before.
+        # Another rank that ended by this code has said why. An end for lack of memory was
+        # reported before.
         if code == exit_codes.OUT_OF_MEMORY or exit_codes.report_code(code):
             rank = os.environ.get("RANK")
             say(f"error: [rank {rank}] {message}")

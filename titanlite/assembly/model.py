@@ -65,7 +65,7 @@ def build_model(
     model = builder.build(run.training.seed) if make is None else make(builder)
     world.apply_timeout()
     runner = _runner(run, builder, model, loss)
-    # Of torch's own generators: the weights and the data order have their own.
+    # These are torch's own generators: the weights and the data order have theirs.
     seed_generators(run.training.seed, mesh)
     moe_layers = moe_layers_of(run.spec, args)
     if moe_layers is not None:

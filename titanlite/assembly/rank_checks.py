@@ -84,7 +84,7 @@ class Rank:
     sum_is_right: bool = True
     sum_seconds: float = 0.0
     product_seconds: float = 0.0
-    #: Of the bits of products that should be equal; empty: other ranks may have other bits.
+    #: Hashes of the bits of products that should be equal; empty: other ranks may have other bits.
     digests: tuple[int, ...] = ()
     sees_folder: bool = True
     #: Bytes of its GPU's memory that another process uses.

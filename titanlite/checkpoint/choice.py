@@ -88,9 +88,9 @@ class Chooser:
     """Chooses the checkpoint to load. All methods raise CheckpointError where none may be used."""
 
     config: Checkpoint
-    #: Of this run: a checkpoint with others is of another run.
+    #: Fingerprints of this run: a checkpoint with others is of another run.
     fingerprints: Mapping[str, str]
-    #: Of this run, as manifests hold it, to name differences.
+    #: Config of this run, as manifests hold it, to name differences.
     run_config: Mapping[str, Any]
     #: Step → why; checkpoints of this run whose content is bad though manifest and sizes are right.
     bad: dict[int, str] = field(default_factory=dict)

@@ -150,7 +150,7 @@ class HashingWriter(FileSystemWriter):
     def __init__(self, folder: AnyPath) -> None:
         super().__init__(str(folder), sync_files=isinstance(folder, Path))
         self._folder = folder
-        #: By name in the folder.
+        #: Files that this rank has written, by their names in the folder.
         self.written: dict[str, Written] = {}
         self._files = _Files()
         self.fs = cast(Any, self._files)
@@ -293,7 +293,7 @@ def verify_files(
         if index:
             reader.read_metadata()
     except CheckpointError as error:
-        # Of the index.
+        # The index is damaged.
         problems = [*problems, str(error)]
     except Exception as error:
         # The others wait for this rank's answer in any case.

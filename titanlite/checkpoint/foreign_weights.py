@@ -27,7 +27,7 @@ class Part:
     #: Its name there.
     name: str
     dtype: torch.dtype
-    #: Of the part, in our tensor's dimensions, and where it begins there.
+    #: Shape of the part, in our tensor's dimensions, and where it begins there.
     shape: tuple[int, ...]
     #: Reads a slice of it, by our dimensions.
     read: Callable[[Slices], torch.Tensor]

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 HF_CONFIG = "config.json"
 HF_INDEX = "model.safetensors.index.json"
 HF_SINGLE = "model.safetensors"
-#: Of torch.distributed.checkpoint.
+#: Index of torch.distributed.checkpoint.
 DCP_INDEX = ".metadata"
-#: Of PEFT: low-rank adapters without the weights beside them.
+#: File of PEFT: low-rank adapters without the weights beside them.
 PEFT_CONFIG = "adapter_config.json"
 PEFT_FILE = "adapter_model.safetensors"
 

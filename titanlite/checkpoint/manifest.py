@@ -50,7 +50,8 @@ REASON = "invalid.txt"
 PARTIAL = ".partial-"
 DELETED = ".deleted-"
 _STEP = re.compile(r"step-(\d+)")
-#: Of checkpoints alone: what a mark names is deleted, and somebody else may have written the mark.
+#: Names of marks, of checkpoints alone: what a mark names is deleted, and somebody else may have
+#: written it.
 _MARK = re.compile(r"\.(?:partial|deleted)-(step-[0-9]+(?:\.invalid-[0-9]+)?)-[0-9a-f]{8}")
 #: Names of all folders and marks of checkpoints.
 NAMES = re.compile(r"step-(\d+)(\.invalid-\d+)?|\.(?:partial|deleted)-.*")

@@ -105,7 +105,7 @@ def from_checkpoint(path: AnyPath, name: str, spec: ModelSpec) -> SourceModel | 
     folder, manifest = _checkpoint_in(path)
     record = manifest.config.get("model")
     if not isinstance(record, dict):
-        # Of an early version.
+        # An early version wrote none.
         return None
     family = str(record.get("family"))
     file = folder / MANIFEST

@@ -100,7 +100,7 @@ def scatter(
     tensors: Tensors, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
     """Put loaded tensors (see `gather`) into model and optimizer, but for hyper-parameters."""
-    # Of a model with adapters a part.
+    # A checkpoint of adapters holds a part of the model.
     options = state_dicts.StateDictOptions(strict=not adapter_names(model))
     state_dicts.set_model_state_dict(model, _strip(tensors, "model."), options=options)
     weights_replaced(model)

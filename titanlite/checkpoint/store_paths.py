@@ -230,7 +230,7 @@ def write_new(path: AnyPath, content: bytes) -> None:
             stream.write(content)
             sync(stream)
     except OSError as error:
-        # Of a full disk, without a name.
+        # A full disk's error has no name of a file.
         raise OSError(error.errno, f"{temporary} cannot be written: {error.strerror}") from error
     os.replace(temporary, path)
     sync_folder(path.parent)

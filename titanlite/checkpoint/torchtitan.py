@@ -39,7 +39,7 @@ _FAMILIES = {
     "llama4": False,
     "gpt_oss": False,
 }
-#: Of names of weights in 0.1 and before.
+#: Prefix of names of weights in 0.1 and before.
 _PREFIX = "model."
 #: What its checkpoints hold besides weights.
 _OTHERS = ("optimizer.", "lr_scheduler.", "train_state.", "dataloader")
@@ -51,7 +51,7 @@ _RENAMED = {
     ".moe.shared_experts.": ".feed_forward.shared.",
     ".moe.": ".feed_forward.",
 }
-#: Of families whose experts are stacks as those of transformers: their name → ours, and whether
+#: Families whose experts are stacks as those of transformers: their name → ours, and whether
 #: rows and columns change places.
 _STACKS = {
     "llama4": {"w1": ("gate_up", True), "w3": ("gate_up", True), "w2": ("down", True)},

@@ -163,7 +163,7 @@ class _Value:
     raw: Any = None
     #: With its environment variables as written, for other machines; None: it has none.
     deferred: Any = None
-    #: Of a foreign file: what the value would run.
+    #: What the value of a foreign file would run.
     claims: tuple[Claim, ...] = ()
 
 

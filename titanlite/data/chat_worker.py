@@ -49,7 +49,7 @@ class Request(NamedTuple):
     #: Names and values of the template's variables.
     tokens: Mapping[str, str]
     messages: Sequence[Mapping[str, Any]] = ()
-    #: Of processor time, at most.
+    #: Most seconds of processor time.
     seconds: int = SECONDS
 
 

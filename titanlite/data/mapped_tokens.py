@@ -21,7 +21,7 @@ ORDER = "windows of the stream of tokens, order 1"
 class SourceSpan(NamedTuple):
     """Neighbouring documents of a part from one source."""
 
-    #: Of the text.
+    #: File of the text.
     file: str
     #: Number of the first document, within the part and within the source.
     first: int

@@ -67,7 +67,7 @@ class Phases:
             if begin.size == legs[-1].size:
                 continue
             if begin.done.steps <= legs[-1].done.steps:
-                # Of phases that begin together the last one holds.
+                # If phases begin together, the last one holds.
                 legs.pop()
             legs.append(Leg(begin.done, begin.size))
         return Course(tuple(legs))

@@ -34,7 +34,7 @@ class Columns(NamedTuple):
     text: str = "text"
     #: Comes before the text; None: there are no prompts.
     prompt: str | None = None
-    #: Of the config, for the keys in errors.
+    #: Section of the config, for the keys in errors.
     section: str = "data"
     #: `text` holds messages, which it renders.
     chat: ChatTemplate | None = None

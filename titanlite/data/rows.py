@@ -45,7 +45,7 @@ class Window(NamedTuple):
     ids: NDArray[Any]
     #: Where the loss counts a token; None: everywhere.
     targets: NDArray[np.bool_] | None = None
-    #: Where documents begin.
+    #: Positions at which documents begin.
     begins: Sequence[int] | NDArray[np.int64] = (0,)
 
 

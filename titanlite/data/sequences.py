@@ -1,4 +1,4 @@
-"""What sequence i of a text is.
+"""The definition of sequence i of a text.
 
 Each document is BOS + ids + EOS. An epoch puts all documents one after the other, and epochs follow
 each other. This endless stream is cut into windows of seq_len + 1 tokens with a stride of seq_len.

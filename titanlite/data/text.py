@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 #: data.streaming = "auto" reads local text of more bytes while training.
 _STREAMED_BYTES = 4 << 30
-#: Of streamed validation text: the same for all numbers of ranks, so that they see the same
+#: Lanes of streamed validation text: the same for all numbers of ranks, so that they see the same
 #: sequences.
 _HELD_OUT_LANES = 8
 
@@ -82,7 +82,7 @@ class TextReader:
     ranks: int = 1
     share: Share = alone
     patience: float = 0.0
-    #: Of an earlier stream of the same mixture.
+    #: Lanes of an earlier stream of the same mixture.
     lanes: int | None = None
 
     def train(

@@ -78,7 +78,7 @@ class TokenFiles:
         self.index = index
         self.check = check
         self.pad_id = tokenizer.eos_id
-        #: Of another program's files: how they were found, and how ids tell documents apart.
+        #: How another program's files were found, and how ids tell documents apart.
         self.found: Listing | None = None
         self.cut = ""
         #: Tokens of all parts up to each.

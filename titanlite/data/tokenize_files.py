@@ -208,7 +208,7 @@ class _Progress:
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
         self._began = self._reported = time.monotonic()
-        #: Of text so far.
+        #: Bytes of text so far.
         self.bytes = 0
 
     def report(self, record: Record, documents: int) -> None:

@@ -49,7 +49,7 @@ class DeepSeekV3Args(ExpertArgs):
     score: str = "sigmoid"
     #: Whether the scores of a token's experts are divided by their sum.
     norm_topk: bool = True
-    #: What all weights of experts are multiplied by.
+    #: Factor of all weights of experts.
     route_scale: float = 1.0
     #: Groups of experts, and those that a token chooses among.
     n_groups: int = 1
@@ -61,9 +61,9 @@ class DeepSeekV3Args(ExpertArgs):
     #: Biases balance the load, so no loss does.
     aux_loss: float = 0.0
     norm_eps: float = 1e-6
-    #: Of the norms on latents.
+    #: Epsilon of the norms on latents.
     latent_norm_eps: float = LATENT_NORM_EPS
-    #: Of the norm before the head; None: `norm_eps`.
+    #: Epsilon of the norm before the head; None: `norm_eps`.
     last_norm_eps: float | None = argument(None, decides="last_eps")
 
     def __post_init__(self) -> None:

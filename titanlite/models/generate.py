@@ -72,7 +72,7 @@ class KVCache:
             if inner is not None:
                 new = CachedAttention(self, inner)
                 self._modules.append((owner, inner, new))
-        #: Of the tokens of this forward pass: slots [rows, seq].
+        #: Slots of the tokens of this forward pass: [rows, seq].
         self.slots = torch.empty(0)
         #: One more than the highest of them.
         self.end = 0
@@ -213,7 +213,7 @@ class _Rows:
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt)
         self.ids = ids.to(device)
-        #: Of the next pass: first place [rows, 1], tokens of each row, place of the newest in it.
+        #: For the next pass: first place [rows, 1], tokens of each row, place of the newest in it.
         self.start = torch.zeros(len(prompts), 1, dtype=torch.int64, device=device)
         self.width = max(self.lengths)
         self.last = torch.tensor(self.lengths, device=device) - 1

@@ -60,7 +60,7 @@ class GptOssArgs(ExpertArgs):
         return {**extras, "attention.sinks": self.n_heads}
 
 
-#: Of the published models, and of a file that has none.
+#: Scaling of the published models, and of a file that has none.
 _LONG = YarnScaling(factor=32.0, original_max_position_embeddings=4096, truncate=False)
 
 

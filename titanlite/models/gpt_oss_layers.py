@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from titanlite.models.document_attention import DocumentMask
     from titanlite.models.gpt_oss import GptOssArgs
 
-#: Of the sigmoid that gates.
+#: Slope of the sigmoid that gates.
 _SLOPE = 1.702
 #: Gates are clamped above, and what they multiply on both sides.
 _LIMIT = 7.0

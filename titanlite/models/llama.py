@@ -43,7 +43,7 @@ class Rotary(NamedTuple):
 
 
 class AttentionKind(NamedTuple):
-    """What blocks that share one rotation and one mask have in common."""
+    """The rotation and the mask that blocks share."""
 
     window: int | None
     #: None: positions rotate nothing.

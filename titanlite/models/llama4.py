@@ -250,7 +250,7 @@ def args_from_hf(config: Mapping[str, Any]) -> Llama4Args:
     return args
 
 
-#: What the names of tensors that read images begin with.
+#: Prefixes of the names of tensors that read images.
 _OF_IMAGES = ("vision_model.", "multi_modal_projector.")
 _REASON = "they read images, and the text model alone is trained here"
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 #: Value of an entry that a file must have, and of one whose null is as no entry.
 _REQUIRED = object()
 _AS_MISSING = object()
-#: Of a file that somebody else wrote; lists are made for all layers.
+#: Most layers of a file that somebody else wrote: lists are made for all of them.
 _MOST_LAYERS = 10_000
 
 
@@ -216,7 +216,7 @@ FEED_FORWARD_NAMES = {
     "feed_forward.w2.weight": "mlp.down_proj.weight",
     "feed_forward.w3.weight": "mlp.up_proj.weight",
 }
-#: Of a mixture of experts, beside dense blocks.
+#: Names of a mixture of experts, beside dense blocks.
 EXPERT_NAMES = {
     **FEED_FORWARD_NAMES,
     "feed_forward.gate.weight": "mlp.gate.weight",

@@ -29,7 +29,7 @@ def _olmo3(dim: int, n_layers: int, n_heads: int, ffn_dim: int, **rest: Any) -> 
     return Olmo3Args(dim, n_layers, n_heads, ffn_dim=ffn_dim, **{**shape, **rest})
 
 
-#: Of published models, whose last phase of training made the context eight times as long.
+#: Scaling of published models, whose last phase of training made the context eight times as long.
 _LONG = YarnScaling(factor=8.0, original_max_position_embeddings=8192)
 FLAVORS = {
     # Two blocks that see all, and a window shorter than the sequences of its config.

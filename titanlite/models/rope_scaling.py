@@ -148,7 +148,7 @@ class YarnScaling(Scaling):
     factor: float
     #: Tokens of context the model was first trained with.
     original_max_position_embeddings: int
-    #: Of cosines and sines; None: by `factor` and, if both are given, the two `mscale`.
+    #: Factor of cosines and sines; None: by `factor` and, if both are given, the two `mscale`.
     attention_factor: float | None = None
     #: Turns in the original context above which a pair keeps its frequency.
     beta_fast: float = 32.0

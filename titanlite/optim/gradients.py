@@ -93,7 +93,7 @@ def square_norms(model: nn.Module, device: torch.device) -> dict[str, torch.Tens
     pipeline.
     """
     layers: dict[str, list[nn.Parameter]] = {}
-    # Of a `PipelineModel`.
+    # A `PipelineModel` has one.
     layout = getattr(model, "layout", None)
     if layout is not None:
         layers = {layer_of(name): [] for name in layout.trained}

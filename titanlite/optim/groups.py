@@ -56,7 +56,7 @@ def parameter_groups(
 
 
 class _Kind(NamedTuple):
-    #: Of the first pattern that is found in its name; one further for a parameter without any.
+    #: Number of the first pattern that its name has; one further for a parameter without any.
     pattern: int
     without_decay: bool
     is_muon: bool

@@ -44,7 +44,7 @@ class Computing(NamedTuple):
 
     forward: Pass
     backward: Pass
-    #: Of recomputation.
+    #: Seconds of recomputation.
     again: float
 
 

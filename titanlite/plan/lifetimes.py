@@ -246,7 +246,7 @@ class _Storage:
 
 class _Gradients:
     def __init__(self, last: Op) -> None:
-        #: Of all storages.
+        #: Bytes of all storages.
         self.bytes = 0
         self.of = {last.name: self.new(last.size)}
 

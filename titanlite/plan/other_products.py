@@ -21,7 +21,7 @@ class Sharded(NamedTuple):
     """Parameters of a rank's stage that one kind of group shards."""
 
     parameters: float
-    #: Of the group, and the distance of its neighbours.
+    #: Number of ranks in the group, and the distance of its neighbours.
     ranks: int
     stride: int
 

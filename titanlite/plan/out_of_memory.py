@@ -11,7 +11,7 @@ from titanlite.plan.peak_check import OTHER_PHASES
 from titanlite.run.config import RunConfig
 from titanlite.utils import Table, human_bytes, render
 
-#: What lowers the memory of most runs.
+#: Settings that lower the memory of most runs.
 _REMEDIES = """\
 What lowers it, the cheapest in speed first: training.loss_chunks = 8,
 training.reshard_after_forward = "always", training.gradient_sync = "every", a smaller

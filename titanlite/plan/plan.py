@@ -63,7 +63,7 @@ class Plan:
 
     run: RunConfig
     cluster: Cluster
-    #: Of the rank that needs most, in the leg that needs most.
+    #: Memory of the rank that needs most, in the leg that needs most.
     memory: RankMemory
     #: The memory is of a trace, not of formulas.
     exact: bool
@@ -254,7 +254,7 @@ def optimizer_bytes(run: RunConfig, args: Any, parameters: int) -> int:
         blocks = [name for name in run.spec.block_names(args) if name in costs]
         matrices = sum(costs[name].parameters for name in blocks)
     master = BYTES[run.training.dtype]
-    # Of a size that 8 bits can hold.
+    # Weights of a size that 8 bits can hold.
     matrix = Weight(4096, 2048, 1, (4096, 2048))
     other = Weight(4096, 2048, 1)
     size = matrices * state_bytes(matrix, run.optimizer, master)

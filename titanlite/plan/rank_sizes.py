@@ -73,7 +73,7 @@ class RankSizes:
 
     @functools.cached_property
     def trained(self) -> list[Weight]:
-        """Those with gradients and a state."""
+        """Parameters that have gradients and an optimizer state."""
         return [weight for weight in self.weights if not weight.frozen]
 
     @functools.cached_property

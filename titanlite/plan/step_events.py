@@ -64,7 +64,7 @@ class StepEvents:
             yield from self.backward(modules, reduces=reduces)
 
     def forward(self, modules: list[str]) -> Iterator[Event]:
-        # Of the latest gather.
+        # Bytes of the latest gather.
         buffer = 0
         for module in modules:
             group = self.sizes.group_of[module]

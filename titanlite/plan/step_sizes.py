@@ -51,7 +51,7 @@ class StepSizes:
         self.attention_flops = flops - self.base_flops
         # Fields that features change (`Feature.plan_speed`).
         self.products = ProductSpeed(self.model_linears.kinds())
-        #: By which factor attention takes longer than in one piece.
+        #: Factor by which attention takes longer than in one piece.
         self.attention_slower = 1.0
         #: Share of tensor-parallel traffic that computing waits for.
         self.tensor_traffic_left = 1.0

@@ -19,10 +19,10 @@ class Weight:
     #: Numbers in each row.
     width: int
     shards: int
-    #: Of a block, with more than one dimension; and with the last two of this size, where several
+    #: Sizes of a matrix of a block; the last two dimensions where several
     #: are stacked.
     matrix: tuple[int, int] | None = None
-    #: Of a number, while it is gathered; 0: as of all others.
+    #: Bytes of a number while it is gathered; 0: those of all others.
     gathered_bytes: int = 0
     #: Divided along another dimension than the first: put in order by a copy.
     copied: bool = False

@@ -99,7 +99,7 @@ class PipelineSizes:
 
 
 class Trained(NamedTuple):
-    """What a run trains."""
+    """The parameters that a run trains, and the averages that it keeps."""
 
     #: Parameters of adapters beside those of the model, which are frozen; None: the model's own.
     adapters: int | None

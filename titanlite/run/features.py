@@ -230,7 +230,7 @@ class Features:
     tasks: TaskEvaluation | None = None
     hub: HubFeature | None = None
     local_saves: LocalSaves | None = None
-    #: Of other packages.
+    #: Features of other packages.
     others: tuple[Feature, ...] = ()
 
     @property

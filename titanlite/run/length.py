@@ -49,7 +49,7 @@ def with_length(run: RunConfig, total_sequences: int) -> RunConfig:
     skipped = count(0, total_sequences, ranges_of_steps(run.data.skip_steps, run.course))
     steps = run.course.steps_with_rows(total_sequences - skipped)
     less = f" less {skipped} skipped (data.skip_steps)" if skipped else ""
-    # Of a run with sequences of several lengths, those of the longest.
+    # With sequences of several lengths, rows are as long as the longest.
     one_length = all(size.rows == size.sequences for _, size in run.course.legs)
     unit = "sequences" if one_length else "rows"
     epochs = run.training.epochs or 0

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Told:
-    """What derivation tells a user."""
+    """Notes and warnings of the derivation, for a user."""
 
     notes: list[str]
     warnings: list[str]

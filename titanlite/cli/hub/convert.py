@@ -79,7 +79,7 @@ class Source:
     #: Name → a tensor of that type and shape on the meta device.
     empty: Mapping[str, torch.Tensor]
     read: Callable[[str], torch.Tensor]
-    #: Of a checkpoint.
+    #: Manifest of a checkpoint; None: the source is none.
     manifest: Manifest | None = None
     #: A folder that `transformers` reads.
     is_hf: bool = False

@@ -41,7 +41,7 @@ class LevelFigures:
     ratio: tuple[float, float, float] | None
     mfu: float | None
     memory_gib: float | None
-    #: Of the last step.
+    #: Loss of the last step.
     loss: float | None
     #: Maximum of |loss - baseline loss| over equal steps of the same repeat; None for the baseline.
     loss_difference: float | None

@@ -85,7 +85,7 @@ class SourceFigures(Callback):
         self._losses = loss
         self._share = share
         self._factors = factors
-        #: Of this rank's rows since the last log: their sources, and their losses and targets
+        #: This rank's rows since the last log: their sources, and their losses and targets
         #: [rows, 2].
         self._sources: list[int] = []
         self._sums: list[Tensor] = []
@@ -113,7 +113,7 @@ class SourceFigures(Callback):
             if total is None or index < total:
                 source = self._numbers[self._mixture.text_at(index)[0]]
             self._sources += [source] * pieces
-        # Of a pipeline only the last stage has losses.
+        # In a pipeline, only the last stage has losses.
         losses = torch.zeros_like(tokens)
         if self._losses.rows:
             losses = torch.stack(self._losses.rows).double()

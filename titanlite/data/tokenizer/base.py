@@ -87,7 +87,7 @@ class Tokenizer(ABC):
             spans.append(done + np.array(places, dtype=np.int64).reshape(-1, 2))
             done += size
         starts = (np.frombuffer(text.encode(), dtype=np.uint8) & 0xC0) != 0x80
-        # Of the first n bytes. A token that is a part of a character spans it.
+        # Characters in the first n bytes. A token that is a part of a character spans it.
         characters = np.concatenate([[0], np.cumsum(starts), [len(text) + 1]])
         begins, ends = np.concatenate(spans).T
         return ids, np.stack([characters[begins + 1] - 1, characters[ends]], axis=1)

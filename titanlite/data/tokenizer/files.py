@@ -41,7 +41,7 @@ def hf_files(path: str) -> dict[str, bytes]:
         found = {one.name: one.read_bytes() for one in beside if one.is_file()}
         found = _completed(found, file, path)
     except Exception as error:
-        # Of any package: the weights are worth more than these files.
+        # An error of any package: the weights are worth more than these files.
         logger.warning(
             f"files of the tokenizer may be missing beside the weights, or give other ids: {error}"
         )

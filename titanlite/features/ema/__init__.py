@@ -22,7 +22,7 @@ class WeightAveraging(Feature):
     """The average of the weights in a run that keeps one."""
 
     key = "optimizer.ema_decay"
-    #: Of memory and of a checkpoint, for each parameter, for `titanlite.plan`. They are in float32.
+    #: Bytes in memory and in a checkpoint for each parameter, which is in float32.
     bytes_each = 4
 
     def __init__(self, config: Config) -> None:

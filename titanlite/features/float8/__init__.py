@@ -55,7 +55,7 @@ class Float8Feature(Feature):
 
     key = checks.ENABLE
     model_field = "linears"
-    #: Of which each dimension of a product must be a multiple.
+    #: Each dimension of a product must be a multiple of this number.
     multiple = MULTIPLE
 
     def __init__(self, config: Config) -> None:

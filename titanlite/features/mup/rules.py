@@ -70,11 +70,11 @@ class Factors(NamedTuple):
 class Ratios(NamedTuple):
     """Sizes of a parameter as multiples of the base model's: exactly 1 for a side that is equal."""
 
-    #: Of its inputs; 1 for a vector.
+    #: Ratio of its inputs to those of the base model; 1 for a vector.
     inputs: float
-    #: Of its outputs, or of a vector's length.
+    #: Ratio of its outputs, or of a vector's length.
     outputs: float
-    #: Of the larger one of the two.
+    #: Ratio of the larger one of the two.
     largest: float
 
 

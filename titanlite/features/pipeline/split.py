@@ -39,7 +39,7 @@ class StageLayout:
     stages: tuple[tuple[str, ...], ...]
     #: Rank in the pipeline by stage.
     ranks: tuple[int, ...]
-    #: Of the whole model, in the order they run.
+    #: Costs of the modules of the whole model, in the order they run.
     costs: tuple[tuple[str, Cost], ...]
 
     def on(self, rank: int) -> list[int]:

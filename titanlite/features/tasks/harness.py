@@ -25,7 +25,7 @@ KEY = "eval.tasks"
 HARNESS = "lm_eval"
 #: Seeds of the harness's own command, for the examples before a question.
 _SEED, _FEWSHOT_SEED = 0, 1234
-#: Of results that are no figures.
+#: Endings and names of results that are no figures.
 _NO_FIGURES = ("_stderr", "alias", "sample_len", "samples", "name", "sample_count")
 
 
@@ -38,7 +38,7 @@ class HarnessTask:
     """
 
     name: str
-    #: What the harness has loaded.
+    #: The tasks that the harness has loaded.
     loaded: dict[str, Any]
     num_fewshot: int | None = None
     limit: int | None = None

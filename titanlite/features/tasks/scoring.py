@@ -116,7 +116,7 @@ class TargetLogs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        #: Of one call after the other: log-probabilities, and whether a target is not the most
+        #: One entry a call: log-probabilities, and whether a target is not the most
         #: probable token; [tokens] float64, 0 where there is no target.
         self._logs: list[Tensor] = []
         self._misses: list[Tensor] = []

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from titanlite.models.autograd import fresh, silu_mul
 
-#: Of experts' numbers as keys of a sort: a GPU's radix sort takes a kernel for each byte.
+#: Type of experts' numbers as keys of a sort: a GPU's radix sort takes a kernel for each byte.
 EXPERT_KEY = torch.int16
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Extras(NamedTuple):
-    """What a run asks beside logits of whole rows."""
+    """Functions for what a run asks beside logits of whole rows."""
 
     #: `titanlite.models.hf.documents.packed`, with the arguments.
     packed: Callable[[Any, Tensor], contextlib.AbstractContextManager[dict[str, Tensor]]]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 #: How a model's attention stops at documents.
 VARLEN = "varlen"
 MASKS = "masks"
-#: Of titanlite's attention among those of `transformers`.
+#: Name of titanlite's attention among those of `transformers`.
 NAME = "titanlite"
 
 

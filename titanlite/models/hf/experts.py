@@ -21,7 +21,7 @@ class MoELayer(NamedTuple):
     experts: int
     #: Experts of a token.
     top_k: int
-    #: Of all experts together.
+    #: Parameters of all experts together.
     parameters: int
 
 

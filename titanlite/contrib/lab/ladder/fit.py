@@ -17,7 +17,7 @@ import numpy as np
 
 from titanlite.contrib.lab.ladder.law import Array, Law, Point, check_points, columns
 
-#: Of the Huber loss, in log loss.
+#: Threshold of the Huber loss, in log loss.
 DELTA = 1e-3
 #: With fewer points the exponent of tokens is not fitted but that of Besiroglu et al. 2024.
 POINTS_FOR_ALL = 9

@@ -26,8 +26,8 @@ _SAVES = 5
 #: Kinds of a decay that do not fall to a floor: members have a linear one instead.
 _ENDLESS = ("constant", "exponential", "plateau")
 
-#: Of the models, over the file but under the command line: a small model needs no parallelism but
-#: that of data.
+#: Flags of the models, over the file but under the command line: a small model needs no
+#: parallelism but that of data.
 DEFAULTS = (
     "--training.data_parallel_type=fsdp",
     "--training.data_parallel_replicate_degree=1",
@@ -179,7 +179,7 @@ def _model_flags(target: Target, shape: Shape) -> tuple[str, ...]:
     decay = target.run.lr_scheduler.decay_type
     rate = rate_of(target, shape)
     floor = target.run.lr_scheduler.min_lr
-    # Of a model whose rate is higher, the lowest rate is higher, too.
+    # A model with a higher rate has a higher lowest rate, too.
     share = rate / target.run.optimizer.lr
     floor_flags = () if not floor else (f"--lr_scheduler.min_lr={floor * share:.6g}",)
     return (

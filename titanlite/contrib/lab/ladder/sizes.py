@@ -76,7 +76,7 @@ def shapes(target: LlamaArgs, wanted: Sequence[int]) -> list[Shape]:
 
         if candidates:
             found.insert(0, min(candidates, key=distance))
-        # Of a narrow target two sizes may be nearest to one model.
+        # For a narrow target, two sizes may be nearest to one model.
         candidates = [one for one in candidates if one.parameters < found[0].parameters]
     if len(found) < FEWEST_SIZES:
         raise LadderError(
