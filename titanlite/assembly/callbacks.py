@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from titanlite.assembly.start_report import StartReport
 from titanlite.callbacks import Callback
 from titanlite.data.text_report import checks_of
@@ -41,9 +39,6 @@ def build_callbacks(
     figures = _figures(parts)
     metrics = _metrics(parts, gc, figures)
     every = [*_first(parts, watchdog), gc, *_of_attempt(parts, watchdog)]
-    if parts.world.device.type == "cuda":
-        # Before the metrics, which begin a new peak.
-        every.append(_peak_check(parts))
     every += [*figures, metrics, *_optional(parts, metrics)]
     every += own
     for feature in run.features.on:
@@ -136,14 +131,6 @@ def _peak_flops(parts: TrainingComponents) -> float | None:
     from titanlite.plan.hardware import peak_flops
 
     return peak_flops(device_name(parts.world.device))
-
-
-def _peak_check(parts: TrainingComponents) -> Callback:
-    from titanlite.plan.memory import with_vocabulary
-    from titanlite.plan.peak_check import PeakCheck
-
-    planned = with_vocabulary(parts.run, parts.datasets.tokenizer.vocab_size)
-    return PeakCheck(planned, torch.cuda.max_memory_allocated)
 
 
 def _document_log(parts: TrainingComponents) -> Callback:
