@@ -153,9 +153,9 @@ def test_json_is_refused_with_what_prints_none(
     [
         ("runs --jsn", "titanlite runs [-h]", "unknown option --jsn: the nearest is --json"),
         (
-            "checkpoint rm step-1 --forse",
-            "titanlite checkpoint rm [-h]",
-            "unknown option --forse: the nearest is --force",
+            "checkpoint rm step-1 --force",
+            "titanlite checkpoint [-h]",
+            "`titanlite checkpoint rm` is gone: delete the folder step-N",
         ),
         (
             "config check --stict debug_model.toml",

@@ -131,12 +131,6 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
         "checkpoint.create_seed_checkpoint",
         "enable_checkpoint = true",
     ),
-    (
-        "needs",
-        "checkpoint.keep_best",
-        "checkpoint.enable_checkpoint checkpoint.keep_best=2",
-        "validation.enable",
-    ),
     ("needs", "guard.policy", "guard.policy=rollback", "checkpoint.enable_checkpoint = true"),
     ("needs", f"{RATE}decay_type", f"{RATE}decay_type=plateau", "lr_scheduler.plateau_ratio"),
     ("needs", f"{AC}mode", f"{AC}mode=budget", "training.compile = true"),

@@ -97,7 +97,7 @@ GONE = {
     "checkpoint convert": "`titanlite export` writes Hugging Face and PEFT folders",
     "checkpoint inspect": "`jq . step-N/manifest.json` prints step, tensors, files and config",
     "checkpoint ls --json": "the file manifest.json of each step has it",
-    "checkpoint rm --dry-run": "`titanlite checkpoint ls` shows the sizes",
+    "checkpoint rm": "delete the folder step-N; a run passes over one that is half deleted",
     "config diff": "`diff` compares what `titanlite config show` prints of each file",
     "config explain --changed": "`titanlite config show --changed` prints them",
     "config show --aws-fsdp": "docs/config.md has the key of each argument",

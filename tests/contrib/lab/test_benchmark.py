@@ -268,7 +268,7 @@ def test_keys_that_need_checkpoints_or_validation_do_not_refuse_a_config(tmp_pat
     folder = json.dumps(str(tmp_path))
     text = (
         f"[checkpoint]\nenable_checkpoint = true\nfolder = {folder}\ninitial_load_path = {folder}\n"
-        'start = "resume"\ncreate_seed_checkpoint = true\nkeep_best = 2\nmilestones = [1]\n'
+        'start = "resume"\ncreate_seed_checkpoint = true\nmilestones = [1]\n'
         '[validation]\nenable = true\n[guard]\npolicy = "rollback"\n'
         '[metrics]\ntrackers = ["mlflow"]\n'
         '[compile]\nbackend = "aot_eager"\n'

@@ -51,7 +51,6 @@ _COMMON = (
     "--checkpoint.folder=checkpoint",
     "--checkpoint.hub=",
     "--checkpoint.initial_load_path=none",
-    "--checkpoint.keep_best=0",
     "--validation.enable=false",
     "--profiling.enable_profiling=false",
     "--profiling.enable_memory_snapshot=false",
