@@ -82,7 +82,6 @@ REASONS = {
     "config explain": OWN,
     "config show": OWN,
     "config schema": "reads no file",
-    "config template": "reads no file",
     "data peek": OWN,
     "data verify": "reads numbers; an index that names files elsewhere: tests/data/test_token_integrity.py",  # noqa: E501
     "data prepare": (

@@ -133,6 +133,7 @@ GONE = {
     "sample --greedy": "--temperature 0 takes the likeliest token",
     "sample --prompt-file": "`xargs -d '\\n' -a FILE titanlite sample CHECKPOINT` takes its lines",
     "sweep --json": "results.json has the results",
+    "config template": "`titanlite config explain` has each key with its default and meaning",
     "config migrate": "`titanlite config show FILE` prints the config with titanlite's own names",
     "tokenizer": "`hf download OWNER/NAME --include 'tokenizer*' --local-dir FOLDER` fetches one",
     "lr": "`titanlite config check` names the schedule; metrics.jsonl has the rate of each step",
