@@ -88,7 +88,6 @@ REASONS = {
         "reads texts; test_a_chain_of_urls_is_refused, templates: "
         "test_a_template_cannot_leave_its_sandbox"
     ),
-    "benchmark": OWN,
     "sweep": OWN,
     "ladder": f"{OWN}; points are numbers",
     "mup check": OWN,

@@ -270,10 +270,6 @@ def _explain_section(config: LoadedConfig, name: str, style: Style) -> str:
         lines.append(f"  {value}  {style.dim(_source(config, key))}")
         about = f"{key.description} ({key.expected}; default {quote(key.default)})"
         lines.append(style.dim(f"      {about}"))
-    if name == "mup" and config.sections.mup.base_dim:
-        from titanlite.features.mup.table import explain
-
-        lines += [f"  {line}" for line in explain(config.sections)]
     return "\n".join(lines)
 
 

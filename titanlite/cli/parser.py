@@ -93,7 +93,10 @@ GONE = {
     ),
     "data at-step": "`titanlite data peek CONFIG --first N` shows the sequences of guard.jsonl",
     "data stats": "`titanlite data peek CONFIG` begins with the figures of the text",
-    "benchmark --json": "benchmark.json has the figures",
+    "benchmark": (
+        "`titanlite sweep` trains points that differ in training.compile or float8, and `titanlite "
+        "runs --compare` shows their speed and losses (docs/sweep.md)"
+    ),
     "checkpoint convert": "`titanlite export` writes Hugging Face and PEFT folders",
     "checkpoint inspect": "`jq . step-N/manifest.json` prints step, tensors, files and config",
     "checkpoint ls --json": "the file manifest.json of each step has it",
