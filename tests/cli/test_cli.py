@@ -106,6 +106,7 @@ def test_options_stand_before_and_behind_the_words(capsys: pytest.CaptureFixture
             ),
         ),
         ("lr debug_model.toml", "`titanlite lr` is gone: `titanlite config check`"),
+        ("benchmark x.toml", "`titanlite benchmark` is gone: `titanlite sweep`"),
         ("drill x.toml", "`titanlite drill` is gone: its faults are played by the tests"),
         ("help train", "`titanlite help` is gone: `titanlite COMMAND --help`"),
         (
@@ -235,7 +236,6 @@ WITHOUT_TORCH = {
         exit_codes.CONFIG,
         "nowhere.txt does not exist",
     ),
-    "benchmark nowhere.toml": (exit_codes.CONFIG, 'no file "nowhere.toml"'),
 }
 
 

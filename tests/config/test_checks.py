@@ -18,7 +18,6 @@ from titanlite import exit_codes, main
 from titanlite.config.dataset_names import BUNDLED_IDS
 from titanlite.config.errors import Problem
 from titanlite.config.load import load
-from titanlite.config.rules import divisors
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.resolve.load import check_config, load_config, resolve
 
@@ -92,16 +91,11 @@ def test_ranks_and_model_are_checked_together_and_divided_only_if_they_are_right
     assert [problem.where for problem in shared] == ["command line"], "the length is a default"
 
 
-ON = "float8.enable_float8_linear"
-GATHER = "float8.enable_fsdp_float8_all_gather"
-PRECOMPUTE = "float8.precompute_float8_dynamic_scale_for_fsdp"
 AC = "activation_checkpoint."
-RATE = "lr_scheduler."
 COMPILE = "training.compile"
-ASYNC = "experimental.enable_async_tensor_parallel"
-DDP = "training.data_parallel_type=ddp"
 TP = "training.tensor_parallel_degree"
 CP = "experimental.context_parallel_degree"
+<<<<<<< HEAD
 PP = "experimental.pipeline_parallel_"
 SPLIT = "experimental.pipeline_parallel_split_points"
 PP2 = f"{PP}degree=2"
@@ -408,6 +402,8 @@ def test_it_is_refused(row: tuple[str, str, str, str, int]) -> None:
     assert (problem.code, problem.key) == (code, key)
     assert problem.where == "command line"
     assert part in f"{problem.message} {problem.remedy}", str(problem)
+=======
+>>>>>>> main
 
 
 def test_what_fits_is_accepted(tmp_path: Path) -> None:
@@ -447,16 +443,6 @@ def test_the_resolved_config_of_a_run_is_as_right_as_the_run(tmp_path: Path) -> 
     assert (again.activation_checkpoint, again.model) == (run.activation_checkpoint, run.model)
 
 
-@pytest.mark.parametrize(
-    "model", ["name=lama3", "flavor=8b", "overrides.n_layers=1.5", "overrides.rope_theta=-1"]
-)
-@pytest.mark.parametrize("other", [PP2, f"{TP}=2", f"{CP}=2", ON])
-def test_a_wrong_model_is_one_problem_whatever_divides_it(model: str, other: str) -> None:
-    problem = refusal(words(f"model.{model} {other}"), 1 if other == ON else 2)
-    key = "model" if "theta" in model else f"model.{model.partition('=')[0]}"
-    assert (problem.code, problem.key, problem.where) == ("model", key, "command line")
-
-
 def test_all_missing_files_are_named(tmp_path: Path) -> None:
     flags = words("model.tokenizer_path=/a training.dataset_path=/b validation.dataset_path=/c")
     assert keys(refusals(flags)) == {"model.tokenizer_path", "training.dataset_path"}
@@ -467,42 +453,6 @@ def test_all_missing_files_are_named(tmp_path: Path) -> None:
     assert (refusal(start).code, refusal(start).key) == ("no-file", "checkpoint.initial_load_path")
     (tmp_path / "checkpoint" / "step-3").mkdir(parents=True)
     check_config(start, 1)  # the run has a checkpoint of its own
-
-
-@pytest.mark.parametrize(
-    ("wanted", "flags", "ranks", "works"),
-    [(3, "", 8, "2, 4, 8, "), (2, "", 1, ""), (2, DDP, 4, "")],
-)
-def test_partial_reshard_divides_the_ranks_that_share_a_copy(
-    wanted: int, flags: str, ranks: int, works: str
-) -> None:
-    problem = refusal(words(f"training.reshard_after_forward={wanted} {flags}"), ranks)
-    assert problem.key == "training.reshard_after_forward"
-    assert problem.remedy == f'these work: {works}"default", "always" or "never"'
-
-
-@pytest.mark.parametrize(
-    ("micro", "wanted", "ranks", "works"), [(4, 30, 3, "24 or 36"), (8, 4, 1, "8"), (5, 7, 2, "10")]
-)
-def test_a_batch_that_cannot_be_split_names_numbers_that_work(
-    micro: int, wanted: int, ranks: int, works: str
-) -> None:
-    problem = refusal(
-        words(f"training.batch_size={micro} training.global_batch_size={wanted}"), ranks
-    )
-    assert problem.key == "training.global_batch_size"
-    assert problem.remedy == f"these work: global_batch_size = {works}"
-    for number in works.split(" or "):
-        check_config(
-            words(f"training.batch_size={micro} training.global_batch_size={number}"), ranks
-        )
-
-
-def test_divisors_of_a_slip_are_found_at_once() -> None:
-    """A loop over all numbers up to it would take minutes."""
-    slip = refusal(words("training.batch_size=3 training.global_batch_size=3000000021"), 2)
-    assert slip.remedy.endswith("or one of 1, 1000000007 data-parallel ranks")
-    assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
 
 
 @pytest.mark.slow
@@ -562,18 +512,3 @@ def test_a_model_with_a_vocabulary_of_its_own_needs_its_tokenizer(tmp_path: Path
 def test_the_bundled_tokenizers_have_the_ids_that_the_check_knows() -> None:
     sizes = {load_tokenizer("bundled", family).vocab_size for family in ("llama2", "llama3")}
     assert sizes == {BUNDLED_IDS}
-
-
-@pytest.mark.parametrize(
-    "key",
-    ["training.loss", "optimizer.name", "training.dataset", "validation.dataset", "job.callbacks"],
-)
-def test_a_dotted_path_without_its_file_or_package_is_refused(key: str) -> None:
-    for path, reason in (
-        ("./gone.py:loss", "there is no file"),
-        ("nowhere_at_all.x:y", "No module named 'nowhere_at_all'"),
-        ("here.py:", "names no object"),
-    ):
-        found = refusal([f"--{key}={path}"])
-        assert (found.key, found.code) == (key, "unresolved")
-        assert reason in found.message

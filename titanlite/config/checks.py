@@ -128,13 +128,6 @@ CONFLICTS: tuple[Rule, ...] = (
         "bfloat16",
         "its updates would round away; AnyPrecisionAdamW keeps them",
     ),
-    Rule(
-        "optimizer.name",
-        "AdamW8bit",
-        _TP,
-        lambda ranks: ranks % 16 == 0,
-        "it quantizes rows in blocks, which 8 ranks fit",
-    ),
     Rule(_EARLY, True, "guard.policy", "skip", "a bad step is in the weights by then"),
     Rule(_EARLY, True, _PP, several, "a pipeline accumulates gradients"),
     Rule(_EARLY, True, "training.enable_cpu_offload", True, "it keeps gradients in host memory"),
