@@ -24,7 +24,7 @@ def planned(file: str, ranks: int, *flags: str) -> RunConfig:
 
 
 @pytest.mark.skipif(version("torch") < "2.12", reason="no step of AdamW on the meta device")
-@pytest.mark.parametrize("name", ["AdamW", "AnyPrecisionAdamW", "AdamW8bit", "Muon"])
+@pytest.mark.parametrize("name", ["AdamW", "AnyPrecisionAdamW", "Muon"])
 def test_the_size_of_a_checkpoint_is_that_of_its_tensors(name: str) -> None:
     import torch
 
