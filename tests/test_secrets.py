@@ -351,7 +351,6 @@ training.steps = {2 * number}
 training.batch_size = 2
 metrics = {{ log_freq = 1, enable_tensorboard = true }}
 checkpoint = {{ enable_checkpoint = true, interval = 2 }}
-data.log_documents = true
 [[data.source]]
 path = "{_url(server, "text.jsonl", number)}"
 [[data.source]]

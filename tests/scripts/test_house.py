@@ -104,7 +104,6 @@ OFF = [
     "assembly/phase_resize",
     "assembly/saves",
     "cli",
-    "metrics/document_log",
     "models/generate",
     "regularized_loss",
     "checkpoint/resume",

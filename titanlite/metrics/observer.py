@@ -143,10 +143,6 @@ class MetricsLogger(Callback):
                     f"validation/{name}/loss": one.loss,
                     f"validation/{name}/perplexity": one.perplexity,
                 }
-        for number, one in enumerate(result.parts, start=1):
-            count = len(result.parts)
-            logger.info(f"validation at {step}, part {number} of {count} of the sequence: {one}")
-            row[f"validation/part_{number}_of_{count}/loss"] = one.loss
         self.write(step, row)
 
     def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
