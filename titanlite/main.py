@@ -209,7 +209,7 @@ class _Rank:
 
     def load_code(self) -> list[Callback]:
         """Set up the console and load the functions and callbacks that the config names."""
-        from titanlite.assembly.own_callbacks import load_callbacks
+        from titanlite.assembly.own_callbacks import check_trackers, load_callbacks
         from titanlite.metrics.console import setup_console
 
         setup_console(self.environment.rank, self.config.metrics.enable_color_printing)
@@ -219,6 +219,8 @@ class _Rank:
             from titanlite.config.own_functions import load_functions
 
             load_functions(self.asked)
+        if self.config.metrics.tracker_names:
+            check_trackers(self.config.metrics.tracker_names, self.asked.place("metrics.trackers"))
         place = self.asked.place("job.callbacks")
         return load_callbacks(self.config.job.callbacks, place)
 

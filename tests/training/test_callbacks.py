@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,15 +15,18 @@ from tests.support.pool import Pools
 from tests.support.processes import python
 from tests.support.tiny import TWENTY_STEPS
 from tests.support.whole_runs import make_trainer
-from titanlite import exit_codes
-from titanlite.assembly.own_callbacks import load_callbacks
+from tests.support.words import listening
+from titanlite import doors, exit_codes
+from titanlite.assembly.own_callbacks import check_trackers, load_callbacks
 from titanlite.callbacks import Callback, CallbackError, Callbacks, RunEnd
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.dotted_paths import resolve
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
+from titanlite.config.run_sections import Job, Metrics
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.signals import StopRequested
+from titanlite.metrics.observer import MetricsLogger
 from titanlite.optim.bad_step_errors import BadStepError
 from titanlite.runs.attempts import read_entries
 from titanlite.trainer import Trainer
@@ -250,6 +254,55 @@ def test_what_cannot_be_loaded_is_a_config_error(
     assert words in problem.message
     assert "also_missing" in other.message
     assert not [name for name in sys.modules if "broken" in name and name.startswith("titanlite_")]
+
+
+#: Trackers of a package of somebody else.
+TRACKERS = """
+from titanlite.metrics.trackers import Tracker
+
+class NeedsMore(Tracker):
+    def __init__(self): ...
+
+number = 7
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("raises:Mine", "ZeroDivisionError"),
+        ("theirs:Missing", "AttributeError"),
+        ("theirs:number", "TypeError"),
+    ],
+)
+def test_a_tracker_that_cannot_be_loaded_is_a_config_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, words: str
+) -> None:
+    (tmp_path / "theirs.py").write_text(TRACKERS)
+    (tmp_path / "raises.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(doors.OURS["trackers"], "mine", place)
+    with pytest.raises(ConfigError) as caught:
+        check_trackers(["wandb", "mine"], "run.toml:7")
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.where) == ("metrics.trackers", "run.toml:7")
+    assert f"the tracker 'mine' ({place}) {words}: " in problem.message
+
+
+def test_a_tracker_that_cannot_begin_costs_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirs.py").write_text(TRACKERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(doors.OURS["trackers"], "mine", "theirs:NeedsMore")
+    check_trackers(["mine"])
+    world: Any = SimpleNamespace(rank=0)
+    meter: Any = None
+    log = MetricsLogger(Metrics(trackers=["mine"]), Job(), world, "", meter)
+    with listening() as said:
+        log._open_trackers(tmp_path, resumed=False)
+    assert said == ["the tracker mine is off: " + said[0].partition("off: ")[2]]
+    assert "TypeError" in said[0]
 
 
 # The process
