@@ -146,9 +146,6 @@ class ValidationSet:
     first: bool = False
     #: Entered while the model is run, as `WeightAverage.applied`.
     weights: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    #: Hash of all that decides which tokens are measured: losses of others do not compare with
-    #: these.
-    fingerprint: str = ""
 
     def __iter__(self) -> Iterator[tuple[int, Batch]]:
         """Yield all batches, each with the number of its text; as many on every rank."""

@@ -95,9 +95,9 @@ class OptimizerGroup(Section, frozen=True):
 class Optimizer(Section, frozen=True):
     """What turns gradients into updates."""
 
-    name: Annotated[
-        str, dotted_or("AdamW", "Adam", "AnyPrecisionAdamW", "AdamW8bit", "Muon", classes=True)
-    ] = "AdamW"
+    name: Annotated[str, dotted_or("AdamW", "Adam", "AnyPrecisionAdamW", "Muon", classes=True)] = (
+        "AdamW"
+    )
     """Algorithm. Or a class of optimizers, as "torch.optim.SGD", or a dotted path to a function
     that makes one (docs/library.md).
     """
@@ -135,13 +135,13 @@ class Optimizer(Section, frozen=True):
     momentum: Decay = 0.95
     """Muon: decay rate of the momentum of matrices in blocks. The other parameters take AdamW."""
     kahan: bool = False
-    """AnyPrecisionAdamW, AdamW8bit: Kahan summation of the updates."""
+    """AnyPrecisionAdamW: Kahan summation of the updates."""
     momentum_dtype: Dtype = "float32"
     """AnyPrecisionAdamW: first moment."""
     variance_dtype: Dtype = "bfloat16"
     """AnyPrecisionAdamW: second moment."""
     compensation_dtype: Dtype = "bfloat16"
-    """AnyPrecisionAdamW, AdamW8bit: the rest that Kahan summation carries over."""
+    """AnyPrecisionAdamW: the rest that Kahan summation carries over."""
 
     @property
     def peak_lr(self) -> float:
