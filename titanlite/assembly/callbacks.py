@@ -94,19 +94,11 @@ def _optional(parts: TrainingComponents, metrics: MetricsLogger) -> Iterator[Cal
 
         config = public_config(run.toml)
         yield VerifyResume(config, parts.loaders.skip, parts.loaders.share)
-    if run.data.log_documents:
-        yield _document_log(parts)
 
 
 def _figures(parts: TrainingComponents) -> list[Any]:
     run = parts.run
     found: list[Any] = []
-    if run.data.source:
-        from titanlite.data.mixtures.figures import SourceFigures
-
-        model = parts.model_parts
-        share = parts.loaders.share
-        found.append(SourceFigures(parts.datasets.train, model.loss, share, model.factors))
     moe_layers = parts.model_parts.moe_layers
     if moe_layers is not None:
         found.append(moe_layers.figures(run.spec, parts.model, parts.world.device))
@@ -144,21 +136,3 @@ def _peak_check(parts: TrainingComponents) -> Callback:
 
     planned = with_vocabulary(parts.run, parts.datasets.tokenizer.vocab_size)
     return PeakCheck(planned, torch.cuda.max_memory_allocated)
-
-
-def _document_log(parts: TrainingComponents) -> Callback:
-    from titanlite.config.urls import public_name
-    from titanlite.metrics.document_log import DocumentLog
-
-    run = parts.run
-    rows = parts.datasets.train
-    rank, ranks = parts.loaders.share
-    # No rank has read the other ranks' part of a stream: each writes its own.
-    part = (rank, ranks) if rows.lanes is not None else None
-    leads = all(parts.mesh.get_local_rank(name) == 0 for name in ("pp", "cp", "tp"))
-    path = None
-    if leads and (rank == 0 or part is not None):
-        name = "documents.jsonl" if rank == 0 else f"documents-rank_{rank}.jsonl"
-        path = Path(run.job.dump_folder) / name
-    text = public_name(run.training.dataset_path or run.training.dataset)
-    return DocumentLog(path, rows, text, part)
