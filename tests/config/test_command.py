@@ -227,7 +227,7 @@ print([name for name in heavy if name in sys.modules])
     "words",
     [
         ["check", "llama3_8b.toml"],
-        ["template", "--markdown"],
+        ["explain", "optimizer.lr"],
     ],
     ids=lambda words: words[0],
 )

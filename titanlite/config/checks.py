@@ -85,7 +85,6 @@ NEEDS: tuple[Rule, ...] = (
     Rule(_LOAD, bool, _SAVES, True),
     Rule("checkpoint.create_seed_checkpoint", True, _SAVES, True),
     Rule("checkpoint.last_save_in_hf", True, "checkpoint.model_weights_only", True),
-    Rule("checkpoint.keep_best", bool, "validation.enable", True),
     Rule("checkpoint.export_ema", True, "optimizer.ema_decay", bool),
     Rule("validation.ema", True, "optimizer.ema_decay", bool),
     Rule("eval.ema", True, "optimizer.ema_decay", bool),

@@ -206,7 +206,6 @@ def _length_flags(steps: int, fall: int) -> tuple[str, ...]:
         "--checkpoint.load_step=-1",
         "--checkpoint.keep_latest_k=1",
         "--checkpoint.keep_every=0",
-        "--checkpoint.keep_best=0",
         "--checkpoint.model_weights_only=false",
         "--checkpoint.last_save_in_hf=false",
         # A branch loads all that its trunk saved.
