@@ -153,9 +153,6 @@ class ValidationSet:
     first: bool = False
     #: Entered while the model is run, as `WeightAverage.applied`.
     weights: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    #: Hash of all that decides which tokens are measured: losses of others do not compare with
-    #: these.
-    fingerprint: str = ""
     #: Parts of a sequence; the loaders serve each batch once for each (`SequenceParts`).
     parts: int = 1
 

@@ -17,7 +17,7 @@ SAVES = "--checkpoint.enable_checkpoint"
 #: Folder → its commands, and the flags of its keys, the key itself last.
 FOLDERS: dict[str, tuple[list[str], list[str]]] = {
     "hub": (["push"], [SAVES, "--checkpoint.hub=ada/tiny"]),
-    "lab": (["sweep", "ladder", "mup", "benchmark"], []),
+    "lab": (["sweep", "ladder", "mup"], []),
     "resilience": ([], [SAVES, "--checkpoint.local_folder=/local"]),
     "trackers": ([], ["--metrics.trackers=mlflow"]),
 }

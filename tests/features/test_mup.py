@@ -18,14 +18,12 @@ from tests.support.harness import full
 from tests.support.pool import Pools
 from tests.support.refusals import refusal
 from tests.support.whole_runs import losses_of, make_trainer, train_run
-from titanlite.cli.main import main
 from titanlite.config.model_sections import Optimizer, OptimizerGroup
 from titanlite.config.sections import Config, Mup
 from titanlite.dist.dist_env import DistEnv
-from titanlite.features.mup import MupFeature, scales_of
+from titanlite.features.mup import MupFeature, scales_of, summary
 from titanlite.features.mup.base import base_args
 from titanlite.features.mup.rules import Rules
-from titanlite.features.mup.table import summary
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import SPECS
 from titanlite.optim.groups import Scale
@@ -558,23 +556,6 @@ def test_gemma_trains_without_decay_of_its_gains() -> None:
     )
     group = '--optimizer.groups=[{pattern = "norm", weight_decay = 0.0}]'
     check_config([DEBUG, "--mup.base_dim=64", "--model.name=gemma3", group])
-
-
-def test_explain_shows_the_rules_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--mup.base_dim=64", "--model.overrides.ffn_dim=1024", "--optimizer.lr=0.004"]
-    assert main(["config", "explain", "mup", "train_configs/debug_model.toml", *flags]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    rows = {line.split()[0]: line.split() for line in lines if line.startswith("  ")}
-    assert rows["attention.wq"][1:] == [
-        *("256", "x", "256", "64", "x", "64", "0.01", "(x", "0.5)", "0.001", "(x", "0.25)"),
-        *("0.4", "2.5e-09"),
-    ]
-    assert rows["output"][1:] == [
-        *("256", "x", "vocab", "64", "x", "vocab", "0.03125", "(x", "0.25)", "0.001", "(x"),
-        *("0.25)", "0.4", "1e-08"),
-    ]
-    assert main(["config", "explain", "mup"]) == 0
-    assert "attention.wq" not in capsys.readouterr().out
 
 
 def test_keys_of_the_base_model_alone_are_told() -> None:

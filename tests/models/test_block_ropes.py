@@ -11,7 +11,6 @@ from torch import nn
 
 from tests.support.llamas import SCALED, relative, tokens_of
 from titanlite.models.block_ropes import BlockRopes
-from titanlite.models.generate import Sampling, generate
 from titanlite.models.layers import Llama
 from titanlite.models.llama import AttentionKind, LlamaArgs, Rotary
 from titanlite.models.rope import Rope
@@ -109,20 +108,6 @@ def test_a_model_of_one_kind_has_one_rope_and_one_mask() -> None:
     assert type(model.rope) is Rope
     kind = AttentionKind(None, Rotary(16, 10000.0, None))
     assert model.kinds == {"0": kind, "1": kind}
-
-
-@pytest.mark.parametrize("cached", [True, False])
-def test_generation_with_a_cache_takes_the_tokens_of_whole_passes(cached: bool) -> None:
-    model = built(ARGS)
-    start = tokens_of(ARGS, batch=1, seq=20).tolist()
-    greedy = Sampling(temperature=0)
-    steps = generate(model, start, max_tokens=30, limit=64, sampling=greedy, cached=cached)
-    found = [ids[0] for ids in steps]
-    tokens = torch.tensor(start)
-    for one in found:
-        with torch.no_grad():
-            assert int(model(tokens)[0, -1].argmax()) == one
-        tokens = torch.cat([tokens, torch.tensor([[one]])], 1)
 
 
 def test_documents_in_a_row_are_as_in_rows_of_their_own() -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.models.test_families import LLAMA4, pair
-from tests.models.test_generate import PROMPTS, _rows
 from tests.support.llamas import relative, tokens_of
 from titanlite.models import ShapeError, get_spec
 from titanlite.models.attention import attend
@@ -71,18 +70,6 @@ def test_documents_of_a_row_compute_what_each_computes_alone() -> None:
     found = ours(tokens, doc_ids=documents).split(lengths, 1)
     for part, own in zip(found, tokens.split(lengths, 1), strict=True):
         torch.testing.assert_close(part, theirs(own).logits, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_cache_of_keys_minds_chunks_and_positions() -> None:
-    model, _, _, args = pair("llama4")
-    found = _rows(model)
-    assert len(set(found[0])) > 10
-    assert found == _rows(model, cached=False)
-    assert found == [_rows(model, [prompt])[0] for prompt in PROMPTS]
-    wider = SPEC.build(replace(args, chunk=80))  # type: ignore[call-arg]
-    wider.load_state_dict(model.state_dict())
-    assert found != _rows(wider)
 
 
 def test_the_unit_norm_and_its_gradient() -> None:

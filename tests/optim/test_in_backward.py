@@ -160,10 +160,6 @@ def test_what_needs_all_gradients_is_refused() -> None:
     problems = refusals([*early, *others, "--experimental.pipeline_parallel_degree=2"], 2)
     assert len(problems) == 5
     assert {p.key for p in problems} == {"optimizer.early_step_in_backward"}
-    (problem,) = refusals(
-        ["--optimizer.name=AdamW8bit", "--training.tensor_parallel_degree=16"], 16
-    )
-    assert "excludes training.tensor_parallel_degree = 16" in str(problem)
     (problem,) = refusals([*early, "--training.batch_size=4", "--training.global_batch_size=16"], 2)
     assert "a step has 2 micro-batches" in str(problem)
     assert "global_batch_size = 8" in str(problem)

@@ -77,7 +77,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         1,
         {_OPTIMIZER: "AnyPrecisionAdamW", "optimizer.kahan": "true", **_BF16},
     ),
-    "1 rank, AdamW8bit": (1, {_OPTIMIZER: "AdamW8bit"}),
     "1 rank, Muon": (1, {_OPTIMIZER: "Muon"}),
     "1 rank, fused AdamW": (1, {"optimizer.implementation": "fused"}),
     "1 rank, step in backward": (1, _EARLY),

@@ -84,7 +84,6 @@ WAITS = (
         (6.925, "llama3_1_8b", 8, f"{WAITS} --training.seq_len=1024"),
         (5.925, "llama3_1_8b", 8, f"{WAITS} --training.seq_len=2048 --model.overrides.n_layers=2"),
         (10.952, "llama3_1_8b", 8, "--training.loss_chunks=8 --training.reshard_after_forward=2"),
-        (8.720, "llama3_1_8b", 8, "--training.loss_chunks=8 --optimizer.name=AdamW8bit"),
     ],
 )
 def test_rare_tensors_are_as_traced(traced, config, ranks, flags):

@@ -168,7 +168,7 @@ def build(
     if run.checkpoint.enable_checkpoint:
         from titanlite.assembly.saves import build_saves
 
-        saves = build_saves(run, world, model.args, datasets, loaders.validation, average)
+        saves = build_saves(run, world, model.args, datasets, average)
     parts = TrainingComponents(
         run=run,
         world=world,

@@ -93,11 +93,14 @@ GONE = {
     ),
     "data at-step": "`titanlite data peek CONFIG --first N` shows the sequences of guard.jsonl",
     "data stats": "`titanlite data peek CONFIG` begins with the figures of the text",
-    "benchmark --json": "benchmark.json has the figures",
+    "benchmark": (
+        "`titanlite sweep` trains points that differ in training.compile or float8, and `titanlite "
+        "runs --compare` shows their speed and losses (docs/sweep.md)"
+    ),
     "checkpoint convert": "`titanlite export` writes Hugging Face and PEFT folders",
     "checkpoint inspect": "`jq . step-N/manifest.json` prints step, tensors, files and config",
     "checkpoint ls --json": "the file manifest.json of each step has it",
-    "checkpoint rm --dry-run": "`titanlite checkpoint ls` shows the sizes",
+    "checkpoint rm": "delete the folder step-N; a run passes over one that is half deleted",
     "config diff": "`diff` compares what `titanlite config show` prints of each file",
     "config explain --changed": "`titanlite config show --changed` prints them",
     "config show --aws-fsdp": "docs/config.md has the key of each argument",
@@ -133,6 +136,7 @@ GONE = {
     "sample --greedy": "--temperature 0 takes the likeliest token",
     "sample --prompt-file": "`xargs -d '\\n' -a FILE titanlite sample CHECKPOINT` takes its lines",
     "sweep --json": "results.json has the results",
+    "config template": "`titanlite config explain` has each key with its default and meaning",
     "config migrate": "`titanlite config show FILE` prints the config with titanlite's own names",
     "tokenizer": "`hf download OWNER/NAME --include 'tokenizer*' --local-dir FOLDER` fetches one",
     "lr": "`titanlite config check` names the schedule; metrics.jsonl has the rate of each step",

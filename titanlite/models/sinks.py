@@ -58,17 +58,13 @@ def attend_in_window(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int
     return _attend(q, k, v, sinks, spans, window)
 
 
-def attend_masked(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen: Tensor | None = None
-) -> Tensor:
+def attend_masked(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen: Tensor) -> Tensor:
     """Do as `attend_in_window` with a mask: [queries, keys] bool, also with leading [batch, 1].
 
     Every kernel can: the sink is a key whose product with each query is the sink's score.
     """
     head_dim = q.size(3)
     scale = head_dim**-0.5
-    if seen is None:
-        seen = band(q.size(2), k.size(2), None, q.device)
     scores = (sinks / scale).to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:3], 1)
     q = F.pad(torch.cat([q, scores], 3), (0, _MORE - 1))
     k = F.pad(k, (0, _MORE, 0, 1))

@@ -66,11 +66,6 @@ def _built_in(
         "eps": settings.eps,
         "weight_decay": settings.weight_decay,
     }
-    if settings.name == "AdamW8bit":
-        from titanlite.optim.adamw import AdamW8bit
-
-        dtype = getattr(torch, settings.compensation_dtype)
-        return AdamW8bit(groups, **common, kahan=settings.kahan, compensation_dtype=dtype)
     if settings.name == "AnyPrecisionAdamW":
         from titanlite.optim.adamw import STATE_DTYPES, AnyPrecisionAdamW
 

@@ -271,7 +271,7 @@ def kept_at_once(section: Checkpoint, steps: int | None, step_seconds: float) ->
     latest = max(section.keep_latest_k, 2) + 1
     if steps is None:
         bounded = section.keep_latest_k and not section.keep_every and not section.milestones
-        return latest + section.keep_best if bounded else None
+        return latest if bounded else None
     interval = section.interval
     if section.interval_type != "steps":
         interval = max(1, round(section.interval / step_seconds))
@@ -283,8 +283,8 @@ def kept_at_once(section: Checkpoint, steps: int | None, step_seconds: float) ->
     if section.enable_first_step_checkpoint:
         saved.add(1)
     if not section.keep_latest_k:
-        return None if section.keep_best else len(saved)
+        return len(saved)
     stay = {*sorted(saved)[-latest:], *(saved & set(milestones))}
     if section.keep_every:
         stay.update(step for step in saved if step % section.keep_every == 0)
-    return len(stay) + section.keep_best
+    return len(stay)

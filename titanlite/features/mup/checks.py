@@ -28,7 +28,7 @@ EXCLUDES = [
         bool,
         "optimizer.name",
         is_dotted,
-        "its rules are for AdamW, Adam, AnyPrecisionAdamW, AdamW8bit and Muon",
+        "its rules are for AdamW, Adam, AnyPrecisionAdamW and Muon",
     ),
 ]
 
