@@ -62,7 +62,6 @@ OFF = [
     "checkpoint/schedule",
     "checkpoint/storage",
     "data/chat",
-    "data/chat_worker",
     "data/mixtures",
     "data/text_function",
     "data/phases",

@@ -99,12 +99,6 @@ def _optional(parts: TrainingComponents, metrics: MetricsLogger) -> Iterator[Cal
 def _figures(parts: TrainingComponents) -> list[Any]:
     run = parts.run
     found: list[Any] = []
-    if run.data.source:
-        from titanlite.data.mixtures.figures import SourceFigures
-
-        model = parts.model_parts
-        share = parts.loaders.share
-        found.append(SourceFigures(parts.datasets.train, model.loss, share, model.factors))
     moe_layers = parts.model_parts.moe_layers
     if moe_layers is not None:
         found.append(moe_layers.figures(run.spec, parts.model, parts.world.device))

@@ -136,8 +136,8 @@ TAGS: Mapping[str, str] = {
     "alloc_retries": "memory/num_alloc_retries",
     "ooms": "memory/num_ooms",
 }
-#: Keys with these prefixes are tags already, many of them by layer or source.
-_TAGS = ("grad_norm/", "validation/", "eval/", "loss/", "share/", "experts/")
+#: Keys with these prefixes are tags already, many of them by layer.
+_TAGS = ("grad_norm/", "validation/", "eval/", "experts/")
 _FLUSH_SECONDS = 10
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Figures(Protocol):
-    """Figures of a logged step from sums over all ranks, as of sources or experts."""
+    """Figures of a logged step from sums over all ranks, as of experts."""
 
     def sums(self) -> torch.Tensor:
         """Return this rank's sums since the last call: [any number] float64 on the device."""
