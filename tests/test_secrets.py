@@ -338,7 +338,7 @@ def _commands(config: list[str], run: Path) -> list[list[str]]:
 def test_sources_have_public_names_in_all_that_a_run_writes(
     server: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """They are in manifests, tags and rows; another signature of the file is the same source."""
+    """They are in manifests; another signature of the file is the same source."""
     run = tmp_path / "run"
     said = ""
     for number in (1, 2):
@@ -349,7 +349,6 @@ training.steps = {2 * number}
 training.batch_size = 2
 metrics = {{ log_freq = 1, enable_tensorboard = true }}
 checkpoint = {{ enable_checkpoint = true, interval = 2 }}
-data.log_documents = true
 [[data.source]]
 path = "{_url(server, "text.jsonl", number)}"
 [[data.source]]
@@ -375,8 +374,6 @@ weights = {{ "{_url(server, "text.jsonl", number)}" = 3.0, c4_test = 1.0 }}
     name = f"http://127.0.0.1:{server.port}/files/text.jsonl"
     manifest = read_manifest(run / "checkpoint" / "step-4")
     assert manifest.train["data"]["rows"]["names"] == [name, "c4_test"]
-    tags = b"".join(path.read_bytes() for path in run.rglob("events.*"))
-    assert name.encode() in tags
 
 
 def test_a_checkpoint_with_whole_urls_as_names_is_refused_without_them(tmp_path: Path) -> None:

@@ -192,16 +192,13 @@ def _attempts_of_last_run(folder: Path, problems: list[str]) -> tuple[Attempt, .
     begin = 0
     for place, attempt in enumerate(attempts):
         begins = attempt.get("first_step") == 0 or str(attempt.get("began")).startswith("from ")
-        if begins and not (place and _begins_again(attempt, attempts[place - 1])):
+        before = attempts[place - 1] if place else {"state": "done"}
+        # Or it repeats one that has left no checkpoint.
+        is_same = attempt.get("began") == "fresh" and not attempt.get("config_changes")
+        kept = before.get("saved_step") or before.get("first_step")
+        if begins and not (is_same and not kept and before.get("state") != "done"):
             begin = place
     return tuple(attempts[begin:])
-
-
-def _begins_again(attempt: Attempt, before: Attempt) -> bool:
-    """Return whether an attempt repeats one that has left no checkpoint."""
-    is_same = attempt.get("began") == "fresh" and not attempt.get("config_changes")
-    kept = before.get("saved_step") or before.get("first_step")
-    return is_same and not kept and before.get("state") != "done"
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
