@@ -63,15 +63,9 @@ ONE_EACH = "--training.batch_size=1"
 COMPILED = ["--training.compile", "--compile.backend=aot_eager"]
 BY_OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
 WAYS: dict[str, tuple[int, int, list[str]]] = {
-    "one rank": (1, 1, []),
     "FSDP 2": (2, 1, []),
-    "PP 2": (2, 2, [PP]),
-    "DDP 2": (2, 1, ["--training.data_parallel_replicate_degree=2"]),
-    "recomputed": (1, 1, ["--activation_checkpoint.mode=full"]),
-    "recomputed by operator": (1, 1, BY_OP),
     "loss in chunks": (2, 1, ["--training.loss_chunks=3"]),
     "micro-batches": (2, 1, [ONE_EACH]),
-    "compiled": (1, 1, COMPILED),
     "compiled, recomputed by operator": (1, 1, [*COMPILED, *BY_OP]),
     "HSDP 2 x 2": (4, 1, ["--training.data_parallel_replicate_degree=2", ONE_EACH]),
     "PP 2, FSDP 2": (4, 1, [PP]),
@@ -120,49 +114,16 @@ def test_a_new_adapter_changes_no_bit(pool: Pools, tmp_path: Path, base: Path) -
         assert torch.equal(again["start"][name], found["start"][name]), name
 
 
-TRAINED = [
-    "--model.overrides.n_kv_heads=2",
-    "--checkpoint.enable_checkpoint",
-    "--checkpoint.interval=1000",
-    "--training.steps=100",
-    "--lr_scheduler.total_steps=100",
-    "--validation.steps=8",
-    "--validation.first",
-    "--validation.freq=100",
-]
-
-
 def held_out(found: dict[str, Any]) -> list[float]:
     return [row["validation_loss"] for row in found["rows"] if "validation_loss" in row]
-
-
-@pytest.mark.slow
-def test_a_hundred_steps_learn(pool: Pools, tmp_path: Path) -> None:
-    """Adapters take a model that was trained on one text further, on its own checkpoint."""
-    before = pool(2).run(train_seen, str(tmp_path / "before"), *TRAINED)[0]
-    base = tmp_path / "before" / "checkpoint"
-    flags = [*TRAINED, "--lora.rank=8", f"--checkpoint.initial_load_path={base}"]
-    found = pool(2).run(train_seen, str(tmp_path / "after"), *flags)[0]
-    first, last = held_out(found)
-    assert first == pytest.approx(held_out(before)[-1], abs=1e-6)
-    assert last < first - 0.03
-    assert evaluate_run_of(pool, tmp_path / "after", "--validation.steps=8") == last
-    whole = f"--checkpoint.initial_load_path={tmp_path}/after"
-    refused = pool(2).run(train_seen, str(tmp_path / "whole"), *TRAINED, whole)[0]
-    assert "holds adapters alone" in refused["error"]
-
-
-def evaluate_run_of(pool: Pools, folder: Path, *flags: str) -> float:
-    return float(pool(2).run(evaluate_run, folder, *flags)[0].all.loss)
 
 
 RESUMED = ["--training.steps=6", "--lora.dropout=0.2", "--checkpoint.interval=3"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--activation_checkpoint.mode=full"]], ids=str)
-def test_a_resume_is_exact(pool: Pools, tmp_path: Path, base: Path, more: list[str]) -> None:
-    flags = run_flags(base, *RESUMED, *more)
+def test_a_resume_is_exact(pool: Pools, tmp_path: Path, base: Path) -> None:
+    flags = run_flags(base, *RESUMED, "--activation_checkpoint.mode=full")
     straight = pool(2).run(train_seen, str(tmp_path / "a"), *flags)[0]
     pool(2).run(train_seen, str(tmp_path / "b"), *flags, "--training.steps=3")
     resumed = pool(2).run(train_seen, str(tmp_path / "b"), *flags)[0]
@@ -210,9 +171,8 @@ def test_another_base_is_refused(pool: Pools, tmp_path: Path, base: Path) -> Non
     )[0]
     assert found["code"] == exit_codes.CHECKPOINT
     assert "base: " in found["error"] and "no key allows it" in found["error"]
-    for change, shown in (("--lora.alpha=7", "alpha 7"), ("--lora.rank=0", "none here")):
-        found = pool(1).run(train_seen, str(tmp_path / "run"), *moved, change)[0]
-        assert found["code"] == exit_codes.CHECKPOINT and shown in found["error"], found["error"]
+    found = pool(1).run(train_seen, str(tmp_path / "run"), *moved, "--lora.rank=0")[0]
+    assert found["code"] == exit_codes.CHECKPOINT and "none here" in found["error"]
     # The same weights in a checkpoint of titanlite are the same base.
     source = open_source(base)
     model = get_spec(source.family).build(source.args)
@@ -325,9 +285,7 @@ def test_the_base_must_be_the_right_one(tmp_path: Path, base: Path, trained: Pat
         ("use_dora", True, "use_dora is True"),
         ("peft_type", "IA3", "peft_type is 'IA3'"),
         ("r", 5, "and r is 5"),
-        ("rank_pattern", {"q_proj": 2}, "rank_pattern"),
         ("init_lora_weights", "pissa", "changes the weights"),
-        ("new_idea", 3, "new_idea is 3"),
         ("lora_alpha", None, "lora_alpha"),
     ],
 )
@@ -348,12 +306,8 @@ def test_a_run_takes_only_its_own_kind_of_adapters(
     pool: Pools, tmp_path: Path, base: Path, adapters: Path, trained: Path
 ) -> None:
     flags = [*run_flags(base, "--training.steps=1"), f"--lora.adapter={adapters}"]
-    for change, shown in (
-        ("--lora.alpha=7", "alpha: 6.0 there, 7.0 here"),
-        ('--lora.targets=["wq"]', "targets: ['"),
-    ):
-        found = pool(1).run(train_seen, str(tmp_path / "a"), *flags, change)[0]
-        assert shown in found["error"], found["error"]
+    found = pool(1).run(train_seen, str(tmp_path / "a"), *flags, "--lora.alpha=7")[0]
+    assert "alpha: 6.0 there, 7.0 here" in found["error"], found["error"]
     found = pool(1).run(train_seen, str(tmp_path / "b"), *flags, f"--lora.adapter={base}")[0]
     assert "lora.adapter: " in found["error"]
     # Those of another run of ours, and of its folder.
@@ -396,13 +350,11 @@ def test_adapters_alone_are_reduced(pool: Pools, tmp_path: Path, base: Path, pre
         "--no-checkpoint.verify_saves",
     )
     found = pool(2).run(_collectives, str(tmp_path / "a"), *flags)[0]
-    whole = pool(2).run(_collectives, str(tmp_path / "b"), *flags, "--lora.rank=0")[0]
     linears = {(64, 64): 2, (64, 32): 2, (64, 256): 3}
     adapters = sum(count * RANK * (a + b) for (a, b), count in linears.items())
     assert found["reduced"] == [adapters, adapters]
     block = sum(count * a * b for (a, b), count in linears.items()) + 2 * 64
     head = 64 + 2304 * 64
-    assert sorted(whole["reduced"]) == sorted([block, block, 2304 * 64, head])
     # The embedding is gathered in the forward alone.
     gathered = sorted(found["gathered"])
     assert gathered == sorted([2304 * 64, *([block + adapters] * 4), head, head])
@@ -435,11 +387,7 @@ FLOAT8 = ["--float8.enable_float8_linear", "--float8.emulate"]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
-    [
-        [],
-        ["--float8.enable_fsdp_float8_all_gather"],
-        ["--float8.recipe_name=mxfp8"],
-    ],
+    [["--float8.enable_fsdp_float8_all_gather"], ["--float8.recipe_name=mxfp8"]],
     ids=str,
 )
 def test_the_base_may_be_in_float8(
@@ -478,7 +426,14 @@ def test_documents_and_averages(pool: Pools, tmp_path: Path, base: Path) -> None
         "--checkpoint.interval=2",
     )
     found = pool(2).run(train_seen, str(tmp_path), *flags)[0]
-    assert not found["error"] and held_out(found)
+    assert not found["error"]
+    assert pool(2).run(evaluate_run, tmp_path)[0].all.loss == held_out(found)[-1]
+    refused = pool(2).run(
+        train_seen,
+        str(tmp_path / "whole"),
+        *run_flags(tmp_path, "--lora.rank=0"),
+    )[0]
+    assert "holds adapters alone" in refused["error"]
     full_one = read_manifest(tmp_path / "checkpoint" / "step-2").tensors
     averages = {name for name in full_one if name.startswith("ema.")}
     assert averages == {f"ema.{name}" for name in found["adapters"]}

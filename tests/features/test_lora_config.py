@@ -70,12 +70,6 @@ def test_what_does_not_fit_is_refused(flags: list[str], shown: str) -> None:
     assert shown in str(refused.value)
 
 
-def test_keys_without_a_rank_are_told() -> None:
-    words = ["--job.config_file=train_configs/llama3_1_8b.toml", "--lora.alpha=8"]
-    run = check_config(words, 8, training=False)[1]
-    assert any("lora.alpha" in note for note in run.notes)
-
-
 @pytest.mark.parametrize(
     ("targets", "kinds"),
     [
@@ -110,12 +104,9 @@ SMALL = ("--model.overrides.n_layers=3", "--training.loss_chunks=8")
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
-        (8, [NO_AC]),
         (8, [NO_AC, "--training.loss_chunks=1", "--training.global_batch_size=-1"]),
-        (8, [NO_AC, '--lora.targets=["wq","wv"]']),
         (8, ["--activation_checkpoint.mode=full", "--optimizer.ema_decay=0.9"]),
         (8, ["--activation_checkpoint.selective_ac_option=op"]),
-        (8, [NO_AC, "--training.data_parallel_replicate_degree=4"]),
         (1, ["--activation_checkpoint.mode=full", "--training.global_batch_size=-1"]),
         (
             8,

@@ -13,15 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.checkpoints import unequal
 from tests.support.harness import full
 from tests.support.pool import Pools
 from tests.support.refusals import refusal
 from tests.support.whole_runs import losses_of, make_trainer, train_run
 from titanlite.config.model_sections import Optimizer, OptimizerGroup
-from titanlite.config.sections import Config, Mup
 from titanlite.dist.dist_env import DistEnv
-from titanlite.features.mup import MupFeature, scales_of, summary
+from titanlite.features.mup import scales_of, summary
 from titanlite.features.mup.base import base_args
 from titanlite.features.mup.rules import Rules
 from titanlite.loss import cross_entropy_sum
@@ -215,20 +213,6 @@ def filled(rules: Rules, seed: int = 0) -> Any:
     return model
 
 
-def test_measured_standard_deviations() -> None:
-    rules = rules_of("llama3", 64, ffn_dim=1024, vocab_size=2048)
-    model = filled(rules)
-    stds = {name: parameter.std().item() for name, parameter in model.named_parameters()}
-    #: Of a normal distribution cut at 3 standard deviations.
-    cut = 0.98658
-    assert stds["tok_embeddings.weight"] == pytest.approx(1.0, rel=0.01)
-    assert stds["layers.3.attention.wq.weight"] == pytest.approx(cut * 0.02 / 2, rel=0.01)
-    w2 = cut * 0.02 / 2 / math.sqrt(2 * 4)
-    assert stds["layers.3.feed_forward.w2.weight"] == pytest.approx(w2, rel=0.01)
-    # 64 ** -0.5 in the base model, and a quarter of it.
-    assert stds["output.weight"] == pytest.approx(cut * 0.125 / 4, rel=0.01)
-
-
 # The lemma: the same run as one with multipliers in its forward pass
 
 
@@ -404,21 +388,6 @@ def test_groups_and_schedules_keep_the_factors() -> None:
                 assert one["eps"] == pytest.approx(1e-8 * factors.eps)
 
 
-def test_muon_has_rates_of_its_own_for_matrices_in_blocks() -> None:
-    rules = rules_of("llama3", 64, ffn_dim=1024, n_layers=2)
-    parameters = dict(rules.spec.build_on_meta(rules.args).named_parameters())
-    settings = Optimizer(name="Muon", lr=1.0)
-    blocks = rules.spec.block_names(rules.args)
-    optimizer = build_optimizer(parameters, settings, torch.device("cpu"), blocks, scales_of(rules))
-    rates = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            rates[id(parameter)] = group["lr_scale"]
-    assert rates[id(parameters["layers.0.attention.wq.weight"])] == 0.5
-    assert rates[id(parameters["output.weight"])] == 0.25
-    assert rates[id(parameters["norm.weight"])] == 1.0
-
-
 # Whole runs
 
 
@@ -451,23 +420,11 @@ def losses(pool: Pools, folder: Path, ranks: int, *flags: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_the_base_model_itself_trains_bit_by_bit_as_without(pool: Pools, tmp_path: Path) -> None:
-    saved = [*SIX[:-1], "--checkpoint.enable_checkpoint", "--checkpoint.interval=6"]
-    plain = pool(1).run(train_run, str(tmp_path / "plain"), *saved)[0]
-    base = pool(1).run(train_run, str(tmp_path / "base"), *saved, "--mup.base_dim=64")[0]
-    assert losses_of(plain["rows"]) == losses_of(base["rows"]) and len(plain["rows"]) >= 6
-    folders = [tmp_path / name / "checkpoint" / "step-6" for name in ("plain", "base")]
-    assert not unequal(*folders)
-
-
-@pytest.mark.slow
 def test_ranks_that_share_the_work_lose_what_one_rank_loses(pool: Pools, tmp_path: Path) -> None:
     alone = losses(pool, tmp_path, 1, *MUP)
     without = losses(pool, tmp_path, 1, *SIX)
     assert max(abs(a - b) for a, b in zip(alone, without, strict=True)) > 1e-2
     ways: dict[str, list[str]] = {
-        "shards": [],
-        "tensor": ["--training.tensor_parallel_degree=2"],
         "chunks": ["--training.tensor_parallel_degree=2", "--training.loss_chunks=3"],
         "pipeline": ["--experimental.pipeline_parallel_degree=2", "--training.batch_size=4"],
     }
@@ -476,17 +433,6 @@ def test_ranks_that_share_the_work_lose_what_one_rank_loses(pool: Pools, tmp_pat
         torch.testing.assert_close(
             torch.tensor(found), torch.tensor(alone), rtol=0, atol=2e-5, msg=lambda m, n=name: n + m
         )
-
-
-@pytest.mark.slow
-def test_a_resumed_run_repeats_the_run(pool: Pools, tmp_path: Path) -> None:
-    flags = [flag for flag in MUP if "checkpoint" not in flag]
-    flags += ["--checkpoint.enable_checkpoint", "--checkpoint.interval=3"]
-    whole = pool(1).run(train_run, str(tmp_path / "whole"), *flags)[0]["rows"]
-    half = [flag for flag in flags if "training.steps" not in flag]
-    pool(1).run(train_run, str(tmp_path / "half"), *half, "--training.steps=3")
-    rest = pool(1).run(train_run, str(tmp_path / "half"), *flags)[0]["rows"]
-    assert losses_of(rest) == losses_of(whole)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -522,6 +468,13 @@ DEBUG = "--job.config_file=train_configs/debug_model.toml"
         (["--mup.base_dim=64", '--mup.base.n_heads="4"'], "expected an integer"),
         (["--mup.base_dim=64", "--optimizer.name=Adam"], "excludes optimizer.weight_decay"),
         (["--mup.base_dim=64", "--optimizer.name=torch.optim.SGD"], "its rules are for AdamW"),
+        (
+            [
+                *("--mup.base_dim=64", "--lora.rank=4", "--checkpoint.enable_checkpoint"),
+                "--checkpoint.initial_load_path=train_configs",
+            ],
+            "adapters",
+        ),
         (["--mup.base_dim=64", "--model.name=gemma3"], "optimizer.no_decay_on_norms = true"),
         (
             [
@@ -544,12 +497,6 @@ def test_queries_of_one_size_hold_no_multiplier() -> None:
     check_config([DEBUG, *flags, "--model.overrides.unit_qk=false"])
 
 
-def test_adapters_are_refused() -> None:
-    flags = ["--checkpoint.enable_checkpoint", "--checkpoint.initial_load_path=train_configs"]
-    problem = refusal([DEBUG, "--mup.base_dim=64", "--lora.rank=4", *flags])
-    assert problem.key == "mup.base_dim" and "adapters" in str(problem)
-
-
 def test_gemma_trains_without_decay_of_its_gains() -> None:
     check_config(
         [DEBUG, "--mup.base_dim=64", "--model.name=gemma3", "--optimizer.no_decay_on_norms"]
@@ -566,9 +513,3 @@ def test_keys_of_the_base_model_alone_are_told() -> None:
 def test_the_start_report_names_the_base_model() -> None:
     assert "dim 64: rates of AdamW times 0.25" in summary(rules_of("llama3", 64, ffn_dim=1024))
     assert summary(rules_of("llama3", 256)) == "the base model itself, dim 256"
-
-
-def test_the_section_makes_the_rules() -> None:
-    args = args_of("llama3")
-    rules = MupFeature(Config(mup=Mup(64, {"n_layers": 2}))).rules(SPECS["llama3"], args)
-    assert rules.base.n_layers == 2 and rules.base.dim == 64

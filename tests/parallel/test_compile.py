@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._dynamo.backends.registry import register_backend
 
-from tests.support.compare import FLAT, LABELS, SEQ, TOKENS, References
+from tests.support.compare import LABELS, SEQ, TOKENS
 from tests.support.harness import (
     Run,
     build_tiny,
@@ -283,13 +283,6 @@ def test_a_restart_runs_the_graphs_of_its_own_rank(pool: Pools, tmp_path: Path) 
         assert losses == pytest.approx(alone.losses, rel=1e-5)
         assert norms == pytest.approx(alone.norms, rel=1e-5)
         assert (hits == 0) == first
-
-
-@pytest.mark.soak
-def test_generated_code_trains_as_transformers_does(references: References) -> None:
-    references.compare(
-        Run(TOKENS, LABELS, FLAT, optimizer="SGD", accumulation=2, compile=Compile()), 2
-    )
 
 
 def _options(world: DistEnv, run: Run) -> list[Any]:
