@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -12,10 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    DefaultReduceScatter,
-)
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from tests.support.adapters import (
     ALPHA,
@@ -53,22 +49,15 @@ def adapters(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
     return peft_folder(tmp_path_factory.mktemp("peft"), base)
 
 
-def global_batch(found: list[dict[str, Any]], copies: int) -> list[Any]:
-    """The batches of all ranks. copies: ranks that share each."""
-    return [batch for one in found[::copies] for batch in one["batches"]]
-
-
-PP = "--experimental.pipeline_parallel_degree=2"
 ONE_EACH = "--training.batch_size=1"
 COMPILED = ["--training.compile", "--compile.backend=aot_eager"]
 BY_OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
-WAYS: dict[str, tuple[int, int, list[str]]] = {
-    "FSDP 2": (2, 1, []),
-    "loss in chunks": (2, 1, ["--training.loss_chunks=3"]),
-    "micro-batches": (2, 1, [ONE_EACH]),
-    "compiled, recomputed by operator": (1, 1, [*COMPILED, *BY_OP]),
-    "HSDP 2 x 2": (4, 1, ["--training.data_parallel_replicate_degree=2", ONE_EACH]),
-    "PP 2, FSDP 2": (4, 1, [PP]),
+WAYS: dict[str, tuple[int, list[str]]] = {
+    "FSDP 2": (2, []),
+    "loss in chunks": (2, ["--training.loss_chunks=3"]),
+    "micro-batches": (2, [ONE_EACH]),
+    "compiled, recomputed by operator": (1, [*COMPILED, *BY_OP]),
+    "HSDP 2 x 2": (4, ["--training.data_parallel_replicate_degree=2", ONE_EACH]),
 }
 
 
@@ -78,18 +67,12 @@ def test_gradients_are_those_of_peft(
     pool: Pools, tmp_path: Path, base: Path, adapters: Path, way: str
 ) -> None:
     """Gradients, loss and what changes."""
-    ranks, copies, more = WAYS[way]
+    ranks, more = WAYS[way]
     flags = run_flags(base, f"--lora.adapter={adapters}", "--training.steps=2", *more)
     found = pool(ranks).run(train_seen, str(tmp_path), *flags)
-    if PP in more:
-        # All data-parallel ranks have a copy in each stage; the first stage comes first.
-        batches = global_batch(found[: ranks // 2], copies // 2 or 1)
-    else:
-        batches = global_batch(found, copies)
+    batches = [batch for one in found for batch in one["batches"]]
     expected, loss = peft_gradients(base, batches)
-    gradients: dict[str, torch.Tensor] = {}
-    for one in found:
-        gradients |= one["gradients"]
+    gradients = found[0]["gradients"]
     assert gradients.keys() == expected.keys() and len(expected) == 28
     for name, gradient in expected.items():
         assert relative(gradients[name], gradient) < 2e-6, name
@@ -320,44 +303,32 @@ def test_a_run_takes_only_its_own_kind_of_adapters(
 # With other features
 
 
-def _collectives(world: DistEnv, folder: str, *flags: str) -> dict[str, list[int]]:
-    """Train a step; the numbers that FSDP gathers and reduces, by collective."""
-    seen: dict[str, list[int]] = {"gathered": [], "reduced": []}
+def _reduced(world: DistEnv, folder: str, *flags: str) -> list[int]:
+    """Train a step; the numbers that FSDP reduces, by collective."""
+    seen: list[int] = []
+    real = DefaultReduceScatter.__call__
 
-    def counting(name: str, real: Any) -> Any:
-        def call(self: Any, output_tensor: Any, input_tensor: Any, *args: Any, **kw: Any) -> Any:
-            seen[name].append(max(output_tensor.numel(), input_tensor.numel()))
-            return real(self, output_tensor, input_tensor, *args, **kw)
+    def counting(self: Any, output_tensor: Any, input_tensor: Any, *args: Any, **kw: Any) -> Any:
+        seen.append(input_tensor.numel())
+        return real(self, output_tensor, input_tensor, *args, **kw)
 
-        return call
-
-    with contextlib.ExitStack() as patches:
-        for name, cls in (("gathered", DefaultAllGather), ("reduced", DefaultReduceScatter)):
-            patched = counting(name, cls.__call__)
-            patches.enter_context(mock.patch.object(cls, "__call__", patched))
+    with mock.patch.object(DefaultReduceScatter, "__call__", counting):
         train_seen(world, folder, *flags)
     return seen
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_adapters_alone_are_reduced(pool: Pools, tmp_path: Path, base: Path, prefetch: int) -> None:
+def test_adapters_alone_are_reduced(pool: Pools, tmp_path: Path, base: Path) -> None:
     flags = run_flags(
         base,
         "--training.steps=1",
         "--training.reshard_after_forward=always",
-        f"--training.prefetch={prefetch}",
         "--no-checkpoint.verify_saves",
     )
-    found = pool(2).run(_collectives, str(tmp_path / "a"), *flags)[0]
+    found = pool(2).run(_reduced, str(tmp_path), *flags)[0]
     linears = {(64, 64): 2, (64, 32): 2, (64, 256): 3}
     adapters = sum(count * RANK * (a + b) for (a, b), count in linears.items())
-    assert found["reduced"] == [adapters, adapters]
-    block = sum(count * a * b for (a, b), count in linears.items()) + 2 * 64
-    head = 64 + 2304 * 64
-    # The embedding is gathered in the forward alone.
-    gathered = sorted(found["gathered"])
-    assert gathered == sorted([2304 * 64, *([block + adapters] * 4), head, head])
+    assert found == [adapters, adapters]
 
 
 @pytest.mark.slow
@@ -379,38 +350,6 @@ def test_frozen_weights_wait_in_the_dtype_of_products(
         "--training.mixed_precision_param=float32",
     )[0]
     assert not exact["error"] and exact["step"] == 3
-
-
-FLOAT8 = ["--float8.enable_float8_linear", "--float8.emulate"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "more",
-    [["--float8.enable_fsdp_float8_all_gather"], ["--float8.recipe_name=mxfp8"]],
-    ids=str,
-)
-def test_the_base_may_be_in_float8(
-    pool: Pools, tmp_path: Path, base: Path, more: list[str]
-) -> None:
-    flags = run_flags(base, "--training.steps=4", *FLOAT8, *more)
-    found = pool(2).run(train_seen, str(tmp_path / "a"), *flags)[0]
-    whole = pool(2).run(train_seen, str(tmp_path / "b"), *flags, "--lora.rank=0")[0]
-    plain = pool(2).run(
-        train_seen,
-        str(tmp_path / "c"),
-        *flags,
-        "--float8.enable_float8_linear=false",
-        "--float8.recipe_name=tensorwise",
-    )[0]
-    assert found["rows"][0]["loss"] == whole["rows"][0]["loss"] != plain["rows"][0]["loss"]
-    assert found["rows"][-1]["loss"] == pytest.approx(plain["rows"][-1]["loss"], rel=0.01)
-    for name, tensor in found["end"].items():
-        changed = not torch.equal(tensor, found["start"][name])
-        assert changed == (name in found["adapters"]), name
-    for name, gradient in plain["gradients"].items():
-        if "lora_b" in name:
-            assert relative(found["gradients"][name], gradient) < 0.4, name
 
 
 @pytest.mark.slow

@@ -121,10 +121,9 @@ def _hook(modules: Mapping[str, nn.Module], kinds: dict[str, str], mesh: DeviceM
         if kind == "gather":
             takers = [taker for taker in colwise if taker.startswith(f"{name}.")]
             _gather_input(modules, name, takers, mesh)
-        elif kind == "shared":
-            modules[name].register_forward_pre_hook(_share_input)
-        elif kind == "tokens":
-            modules[name].register_forward_pre_hook(_plain_input)
+        elif kind in ("shared", "tokens"):
+            plain = functools.partial(_plain_input, gathers=kind == "shared")
+            modules[name].register_forward_pre_hook(plain)
         elif kind == "embedding" or (kind == "sequence" and name == last):
             # The plain tensor is a view of a DTensor, and `fully_shard` warns of modules that
             # return views.
@@ -219,16 +218,13 @@ def _gathering(cls: type[nn.Module], cast: _Cast | None, linear: str) -> type[nn
     return Gathering
 
 
-def _share_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Parts of the gradient, from each rank's heads, are added up."""
+def _plain_input(module: nn.Module, args: tuple[Any, ...], gathers: bool) -> tuple[Any, ...]:
     x, *others = args
+    if not gathers:
+        return (x.to_local(), *others)
     whole = x.redistribute(placements=[Replicate()])
+    # Parts of the gradient, from each rank's heads, are added up.
     return (whole.to_local(grad_placements=[Partial()]), *others)
-
-
-def _plain_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    x, *others = args
-    return (x.to_local(), *others)
 
 
 class _Placed(ParallelStyle):

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from titanlite.dist import ParallelismError
 from titanlite.features.context.ranks import CPRank
 from titanlite.models.attention import attend, band, document_positions
+from titanlite.models.sinks import attend_in_window, attend_masked
 
 #: Name of the module in each block that a model lets be replaced.
 _REPLACED = "inner_attention"
@@ -106,7 +107,10 @@ class ContextAttention(nn.Module):
         for (begin, end), queries, seen in zip(spans, q.chunk(2, 2), mask, strict=True):
             inputs = (queries, keys[:, :, begin:end], values[:, :, begin:end])
             if sinks is not None:
-                parts.append(self._with_sinks(*inputs, sinks, seen))
+                if seen is None:
+                    parts.append(attend_in_window(*inputs, sinks, self.window))
+                else:
+                    parts.append(attend_masked(*inputs, sinks, seen))
                 continue
             if seen is None:
                 seen = band(queries.size(2), end - begin, self.window, q.device)
@@ -115,15 +119,6 @@ class ContextAttention(nn.Module):
                     seen &= numbers[-queries.size(2) :, None] == numbers
             parts.append(attend(*inputs, seen))
         return torch.cat(parts, 2)
-
-    def _with_sinks(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen: Tensor | None
-    ) -> Tensor:
-        from titanlite.models.sinks import attend_in_window, attend_masked
-
-        if seen is None:
-            return attend_in_window(q, k, v, sinks, self.window)
-        return attend_masked(q, k, v, sinks, seen)
 
 
 def apply_cp(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from titanlite.features.pipeline.stages import PipelineModel
 from titanlite.loss import LossFunction, in_chunks
@@ -66,18 +66,20 @@ class Pipeline:
         # It loads the compiler.
         from torch.distributed.pipelining.schedules import get_schedule_class
 
-        count = len(self._model.layout.stages)
-        stages = [self._stage(number, count) for number in self._model.stages]
+        def loss_share(output: Tensor, labels: Tensor) -> Tensor:
+            return self._loss_of(output, labels, self._loss) / self._tokens
+
+        stages = [self._stage(number, model) for number, model in self._model.stages.items()]
         self._schedule = get_schedule_class(self._name)(
             stages[0] if SCHEDULES[self._name].stages == "one" else stages,
             self._microbatches * accumulation,
-            loss_fn=self._loss_share,
+            loss_fn=loss_share,
             # Each piece's loss is divided by the tokens of the whole step, so gradients add up as
             # they are.
             scale_grads=False,
         )
 
-    def _stage(self, number: int, count: int) -> PipelineStage:
+    def _stage(self, number: int, model: nn.Module) -> PipelineStage:
         """With known shapes torch does not run the model once to infer them."""
         from torch.distributed.pipelining import PipelineStage
 
@@ -90,10 +92,11 @@ class Pipeline:
         loss = torch.empty((), device="meta")
         taken = tokens if number == 0 else hidden.clone().requires_grad_()
         made = hidden.clone()
+        count = len(self._model.layout.stages)
         if number == count - 1:
             made = loss if self._chunked else logits
         return PipelineStage(
-            self._model.stages[number],
+            model,
             number,
             count,
             self._device,
@@ -109,9 +112,6 @@ class Pipeline:
         rows, seq_len = tokens.shape
         shape = (rows, seq_len // self._builder.tp, self._builder.args.dim)
         return torch.empty(shape, dtype=self._builder.param_dtype, device=device)
-
-    def _loss_share(self, output: Tensor, labels: Tensor) -> Tensor:
-        return self._loss_of(output, labels, self._loss) / self._tokens
 
     def _loss_of(self, output: Tensor, labels: Tensor, loss: LossFunction) -> Tensor:
         return output if self._chunked else loss(output, labels)
