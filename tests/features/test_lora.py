@@ -24,19 +24,16 @@ from tests.support.adapters import (
     run_flags,
     train_seen,
 )
-from tests.support.checkpoints import write_weights
 from tests.support.commands import evaluate_run
 from tests.support.compare import relative
 from tests.support.pool import Pools
 from tests.support.whole_runs import losses_of
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
-from titanlite.cli.hub.convert import convert, open_source
-from titanlite.cli.hub.tensors import Contents, our_logits
+from titanlite.cli.hub.convert import convert
+from titanlite.cli.hub.tensors import Contents
 from titanlite.cli.main import main
 from titanlite.dist.dist_env import DistEnv
-from titanlite.models import get_spec
-from titanlite.models.args import as_record
 
 
 @pytest.fixture(scope="module")
@@ -124,13 +121,6 @@ def test_a_checkpoint_holds_adapters_alone(pool: Pools, tmp_path: Path, base: Pa
     assert weights == {f"model.{name}" for name in found["adapters"]}
     moments = {name for name in manifest.tensors if name.startswith("optimizer.state.")}
     assert len(moments) == 3 * len(weights)
-    # Three numbers in float32 for each parameter, and files' own headers.
-    numbers = sum(tensor.numel() for name, tensor in found["end"].items() if "lora_" in name)
-    tensors = 3 * 4 * numbers
-    generators = 2 * torch.get_rng_state().numel()
-    size = sum(file.stat().st_size for file in folder.glob("*.distcp"))
-    assert tensors + generators < size < 1.9 * (tensors + generators) + 4 * 2**16
-    assert 4 * sum(tensor.numel() for tensor in found["end"].values()) > 3 * size
     assert manifest.config["lora"]["base"]["path"] == str(base)
     assert len(manifest.config["lora"]["base"]["tensors"]) == 21
     assert torch.equal(
@@ -156,15 +146,6 @@ def test_another_base_is_refused(pool: Pools, tmp_path: Path, base: Path) -> Non
     assert "base: " in found["error"] and "no key allows it" in found["error"]
     found = pool(1).run(train_seen, str(tmp_path / "run"), *moved, "--lora.rank=0")[0]
     assert found["code"] == exit_codes.CHECKPOINT and "none here" in found["error"]
-    # The same weights in a checkpoint of titanlite are the same base.
-    source = open_source(base)
-    model = get_spec(source.family).build(source.args)
-    model.load_state_dict({name: source.read(name) for name in source.empty})
-    write_weights(tmp_path / "ours", model, {"model": as_record(source.family, source.args)})
-    found = pool(1).run(
-        train_seen, str(tmp_path / "run"), *moved, f"--checkpoint.initial_load_path={tmp_path}/ours"
-    )[0]
-    assert not found["error"] and found["step"] == 3
 
 
 # Other programs' files
@@ -201,31 +182,6 @@ def test_an_export_is_the_base_with_what_adapters_add(
     averaged = load_file(tmp_path / "ema" / "model.safetensors")
     one = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(averaged[one], merged[one])
-
-
-def test_peft_reads_our_adapters(tmp_path: Path, base: Path, trained: Path) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    convert(trained, tmp_path / "peft", "peft")
-    convert(trained, tmp_path / "hf", "hf")
-    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    model = PeftModel.from_pretrained(plain, tmp_path / "peft")
-    assert sum("lora_A" in name for name, _ in model.named_parameters()) == 14
-    tokens = torch.randint(2304, (2, 32), generator=torch.Generator().manual_seed(5))
-    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    with torch.no_grad():
-        theirs = model(tokens).logits
-        ours = our_logits_of(trained, tokens)
-        assert relative(theirs, ours) < 1e-6
-        assert relative(whole(tokens).logits, ours) < 1e-6
-        with model.disable_adapter():
-            assert relative(model(tokens).logits, ours) > 1e-3
-
-
-def our_logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
-    source = open_source(folder)
-    return torch.cat([our_logits(source.family, source.args, source.read, t[None]) for t in tokens])
 
 
 def test_adapters_of_peft_are_sources_too(tmp_path: Path, base: Path, adapters: Path) -> None:
@@ -332,27 +288,6 @@ def test_adapters_alone_are_reduced(pool: Pools, tmp_path: Path, base: Path) -> 
 
 
 @pytest.mark.slow
-def test_frozen_weights_wait_in_the_dtype_of_products(
-    pool: Pools, tmp_path: Path, base: Path
-) -> None:
-    flags = run_flags(base, "--training.steps=2", "--training.mixed_precision_param=bfloat16")
-    found = pool(2).run(train_seen, str(tmp_path / "a"), *flags)[0]
-    whole = pool(2).run(train_seen, str(tmp_path / "b"), *flags, "--lora.rank=0")[0]
-    for name, tensor in found["end"].items():
-        assert tensor.dtype == (torch.float32 if "lora_" in name else torch.bfloat16), name
-    assert found["rows"][0]["loss"] == whole["rows"][0]["loss"]
-    # The hash does not depend on it.
-    exact = pool(2).run(
-        train_seen,
-        str(tmp_path / "a"),
-        *flags,
-        "--training.steps=3",
-        "--training.mixed_precision_param=float32",
-    )[0]
-    assert not exact["error"] and exact["step"] == 3
-
-
-@pytest.mark.slow
 def test_documents_and_averages(pool: Pools, tmp_path: Path, base: Path) -> None:
     flags = run_flags(
         base,
@@ -402,29 +337,22 @@ def run_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[i
     return code, capsys.readouterr().out
 
 
-#: Family → flags of a small one, and how two ranks share it.
-SMALL_FAMILIES = {
-    "mixtral": (
-        [
-            "--model.overrides.n_kv_heads=2",
-            "--model.overrides.n_experts=4",
-            "--model.overrides.ffn_dim=64",
-            "--model.overrides.aux_loss=0",
-        ],
-        ["--parallelism.expert_parallel_degree=2", "--training.batch_size=2"],
-    ),
-    "deepseek_v3": ([], ["--training.batch_size=2"]),
-}
+#: A small Mixtral, and how two ranks share it.
+MIXTRAL = [
+    "--model.overrides.n_kv_heads=2",
+    "--model.overrides.n_experts=4",
+    "--model.overrides.ffn_dim=64",
+    "--model.overrides.aux_loss=0",
+]
+SHARED = ["--parallelism.expert_parallel_degree=2", "--training.batch_size=2"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", SMALL_FAMILIES)
-def test_other_families(pool: Pools, tmp_path: Path, family: str) -> None:
-    own, way = SMALL_FAMILIES[family]
-    model = [f"--model.name={family}", "--checkpoint.enable_checkpoint", *own]
+def test_experts_that_ranks_share(pool: Pools, tmp_path: Path) -> None:
+    model = ["--model.name=mixtral", "--checkpoint.enable_checkpoint", *MIXTRAL]
     model += ["--no-validation.enable", "--training.max_norm=1e9"]
     model += ["--training.batch_size=4", "--training.global_batch_size=4"]
-    under = pool(1).run(train_seen, str(tmp_path / "base"), *model, "--training.steps=1")[0]
+    pool(1).run(train_seen, str(tmp_path / "base"), *model, "--training.steps=1")
     flags = [
         *model,
         "--lora.rank=4",
@@ -432,7 +360,7 @@ def test_other_families(pool: Pools, tmp_path: Path, family: str) -> None:
         "--training.steps=3",
     ]
     one = pool(1).run(train_seen, str(tmp_path / "one"), *flags)[0]
-    two = pool(2).run(train_seen, str(tmp_path / "two"), *flags, *way)[0]
+    two = pool(2).run(train_seen, str(tmp_path / "two"), *flags, *SHARED)[0]
     assert not one["error"] and not two["error"]
     for row, other in zip(one["rows"], two["rows"], strict=True):
         assert other["loss"] == pytest.approx(row["loss"], abs=2e-5)
@@ -440,20 +368,6 @@ def test_other_families(pool: Pools, tmp_path: Path, family: str) -> None:
         if "lora_b" in name:
             assert relative(two["gradients"][name], gradient) < 5e-6, name
     for found in (one, two):
-        for name, bias in under["biases"].items():
-            assert bias.any() and torch.equal(found["biases"][name], bias), name
         for name, tensor in found["end"].items():
             changed = not torch.equal(tensor, found["start"][name])
             assert changed == (name in found["adapters"]), name
-
-
-@pytest.mark.slow
-def test_ranks_may_share_sequences(pool: Pools, tmp_path: Path, base: Path, adapters: Path) -> None:
-    flags = run_flags(
-        base, f"--lora.adapter={adapters}", "--training.steps=1", "--training.batch_size=4"
-    )
-    one = pool(1).run(train_seen, str(tmp_path / "one"), *flags)[0]
-    cp = "--experimental.context_parallel_degree=2"
-    two = pool(2).run(train_seen, str(tmp_path / "two"), *flags, cp)[0]
-    for name, gradient in one["gradients"].items():
-        assert relative(two["gradients"][name], gradient) < 2e-6, name

@@ -104,60 +104,6 @@ def test_every_parameter_of_every_family_has_a_rule(family: str, tied: bool) -> 
         rules.init(name)
 
 
-#: Multiplier, weight that holds it → the factors that differ from table 3.
-TIED = {
-    # Drawn as the base model's, not with dim ** -0.5.
-    "tok_embeddings.weight": VECTOR,
-    "norm.weight": (0.25, 0.25, 1.0),
-}
-#: Four times as wide heads: scores by 1 / d in place of 1 / sqrt(d) are half as large.
-HEADS = {"attention.wq.weight": (0.25, 0.125, 0.5)}
-#: Two times as deep: what a block adds is half as large, and so are gradients inside.
-DEEP = {
-    "attention.wo.weight": (0.25, 0.125, 0.25),
-    "feed_forward.w2.weight": (0.25, 0.125, 0.25),
-    **dict.fromkeys(("attention_norm.weight", "ffn_norm.weight"), (1.0, 1.0, 0.125)),
-    **{
-        f"{name}.weight": (0.5, 0.25, 0.125)
-        for name in ("attention.wq", "attention.wk", "attention.wv")
-    },
-    **{f"feed_forward.{name}.weight": (0.5, 0.25, 0.125) for name in ("w1", "w3")},
-}
-
-
-@pytest.mark.parametrize(
-    ("base", "changes", "different", "gone"),
-    [
-        ({}, {"tied": True}, TIED, {"output.weight"}),
-        ({"n_heads": 16}, {}, HEADS, set()),
-        ({"n_layers": 4}, {"n_layers": 8}, DEEP, set()),
-    ],
-    ids=["tied head", "wider heads", "deeper"],
-)
-def test_multipliers_are_in_the_weights_beside_them(
-    base: dict[str, Any], changes: dict[str, Any], different: dict[str, Any], gone: set[str]
-) -> None:
-    expected = {**LLAMA, **different}
-    for name in gone:
-        del expected[name]
-    assert table(rules_of("llama3", 64, base, ffn_dim=1024, **changes)) == expected
-
-
-def test_heads_of_one_width_change_nothing_in_the_scores() -> None:
-    rules = rules_of("qwen3", 64)
-    assert rules.factors("layers.0.attention.q_norm.weight") == (1, 1, 1)
-    wider = rules_of("qwen3", 64, {"n_heads": 8, "head_dim": 16})
-    assert wider.factors("layers.0.attention.q_norm.weight") == (0.5, 0.5, 0.5)
-
-
-def test_norms_behind_a_block_hold_its_multiplier() -> None:
-    rules = rules_of("olmo2", 64, {"n_layers": 2})
-    found = table(rules)
-    assert found["attention_post_norm.weight"] == (0.25, 0.25, 0.25)
-    assert found["attention.wo.weight"] == (0.5, 0.25, 0.0625)
-    assert rules.init("layers.0.ffn_post_norm.weight").value == 0.25
-
-
 def test_gemma_multiplies_embeddings_and_adds_one_to_gains() -> None:
     """Embeddings times sqrt(dim) have one size at all widths; so have logits, times 1 / m."""
     rules = rules_of("gemma3", 64)
@@ -435,24 +381,6 @@ def test_ranks_that_share_the_work_lose_what_one_rank_loses(pool: Pools, tmp_pat
         )
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_an_export_has_the_logits_of_the_run(tied: bool) -> None:
-    """The weights are those of an ordinary model, so nothing is left out of a file."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    rules = rules_of("qwen3", 64, {"n_heads": 8, "head_dim": 16}, n_layers=2, tied=tied)
-    ours = filled(rules)
-    config = AutoConfig.for_model(**rules.spec.hf_config(rules.args))
-    theirs = AutoModelForCausalLM.from_config(config)
-    state = {name: one for name, one in ours.state_dict().items() if "rope" not in name}
-    found = rules.spec.to_hf(state, rules.args)
-    theirs.load_state_dict(found, strict=not tied)
-    theirs.tie_weights()
-    tokens = torch.arange(24).view(1, -1)
-    with torch.no_grad():
-        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
-
-
 # What is refused and told
 
 DEBUG = "--job.config_file=train_configs/debug_model.toml"
@@ -495,14 +423,6 @@ def test_queries_of_one_size_hold_no_multiplier() -> None:
     flags = ["--model.name=llama4", "--mup.base_dim=64", "--mup.base.n_heads=16"]
     assert "unit_qk" in refusal([DEBUG, *flags]).message
     check_config([DEBUG, *flags, "--model.overrides.unit_qk=false"])
-
-
-def test_gemma_trains_without_decay_of_its_gains() -> None:
-    check_config(
-        [DEBUG, "--mup.base_dim=64", "--model.name=gemma3", "--optimizer.no_decay_on_norms"]
-    )
-    group = '--optimizer.groups=[{pattern = "norm", weight_decay = 0.0}]'
-    check_config([DEBUG, "--mup.base_dim=64", "--model.name=gemma3", group])
 
 
 def test_keys_of_the_base_model_alone_are_told() -> None:

@@ -160,22 +160,6 @@ def test_figures_are_those_of_the_command_in_every_layout(
     assert not any("compiled" in line and "again" in line for line in found["said"])
 
 
-FLOAT8 = [
-    "--float8.enable_float8_linear",
-    "--float8.emulate",
-    "--float8.enable_fsdp_float8_all_gather",
-    "--float8.precompute_float8_dynamic_scale_for_fsdp",
-]
-
-
-@pytest.mark.slow
-def test_training_in_float8_does_not_notice_tasks(pool: Pools, tmp_path: Path, tasks: Path) -> None:
-    found = pool(2).run(quickly, with_and_without, str(tmp_path / "run"), flags_of(tasks), *FLOAT8)[
-        0
-    ]
-    assert sorted(scores_of(found["rows"])) == [2, 4]
-
-
 class _Broken:
     """A task whose code fails on rank 0, the first time after a pass of all ranks."""
 
