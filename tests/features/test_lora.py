@@ -297,6 +297,7 @@ def test_documents_and_averages(pool: Pools, tmp_path: Path, base: Path) -> None
         "--validation.enable",
         "--validation.ema",
         "--checkpoint.model_weights_only",
+        "--checkpoint.export_ema",
         "--checkpoint.interval=2",
     )
     found = pool(2).run(train_seen, str(tmp_path), *flags)[0]

@@ -343,7 +343,7 @@ def test_what_cannot_be_run_is_refused_at_the_start(
     pool: Pools, tmp_path: Path, tasks: Path
 ) -> None:
     folder = str(tmp_path / "run")
-    (said,) = pool(1).run(_refused, folder, flags_of(tasks, "tiny_choice", "no_such_task"))
+    (said,) = pool(1).run(quickly, _refused, folder, flags_of(tasks, "tiny_choice", "no_such_task"))
     assert "eval.tasks: the harness has no task 'no_such_task'" in said
     (tasks / "texts.jsonl").rename(tasks / "moved.jsonl")
     (said,) = pool(1).run(quickly, _refused, folder, flags_of(tasks, "tiny_rolling"))
@@ -353,7 +353,7 @@ def test_what_cannot_be_run_is_refused_at_the_start(
     (said,) = pool(1).run(quickly, _refused, folder, flags_of(tasks, "tiny_until"))
     assert "the task tiny_until continues texts" in said
     assert "`titanlite export`, and `lm_eval --model vllm`" in said
-    (said,) = pool(1).run(_refused, folder, flags_of(tasks / "none", "tiny_choice"))
+    (said,) = pool(1).run(quickly, _refused, folder, flags_of(tasks / "none", "tiny_choice"))
     assert "eval.include_path: there is no folder" in said
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from tests.support.float8_runs import RATES, RUN, WIDE, distance
+from tests.support.float8_runs import RATES, RUN, distance
 from tests.support.harness import OP, train
 from tests.support.mx_runs import MX
 from tests.support.pool import Pools
@@ -28,18 +27,8 @@ def test_latent_attention_and_experts_train_as_in_bf16(pool: Pools) -> None:
     assert ours[-1] < ours[0] - 0.5
 
 
-@pytest.mark.parametrize(
-    ("changes", "ranks", "limit"),
-    [
-        pytest.param({"activations": OP}, 1, 0.0, id="ac op"),
-        pytest.param({"tensor": 2, "args": WIDE}, 2, 1e-4, id="tp 2"),
-    ],
-)
-def test_compiled_blocks_give_the_numbers_of_eager_ones(
-    pool: Pools, changes: dict[str, Any], ranks: int, limit: float
-) -> None:
-    run = replace(RUN, rates=RATES[:4], float8=MX, **changes)
-    eager = pool(ranks).run(train, run)[0]
-    ours = pool(ranks).run(train, replace(run, compile=Compile(backend="aot_eager")))[0]
-    assert distance(ours.losses, eager.losses) <= limit
-    assert distance(ours.norms, eager.norms) <= 20 * limit
+def test_compiled_blocks_give_the_numbers_of_eager_ones(pool: Pools) -> None:
+    run = replace(RUN, rates=RATES[:2], float8=MX, activations=OP)
+    eager = pool(1).run(train, run)[0]
+    ours = pool(1).run(train, replace(run, compile=Compile(backend="aot_eager")))[0]
+    assert (ours.losses, ours.norms) == (eager.losses, eager.norms)

@@ -103,7 +103,15 @@ def _orthogonal(directions: list[torch.Tensor], like: torch.nn.Parameter) -> lis
             tensor, mesh, placements, run_check=False, shape=shape, stride=stride
         )
 
-    sharded = [_one_further(p) for p in like.placements]
+    sharded: list[Placement] = []
+    for placement in like.placements:
+        if isinstance(placement, _StridedShard):
+            factor = placement.split_factor
+            sharded.append(_StridedShard(placement.dim + 1, split_factor=factor))
+        elif isinstance(placement, Shard):
+            sharded.append(Shard(placement.dim + 1))
+        else:
+            sharded.append(placement)
     by_matrix: list[Placement] = [Shard(0)] * mesh.ndim
     whole = part(stack, sharded)
     if _is_strided(sharded):
@@ -116,9 +124,3 @@ def _orthogonal(directions: list[torch.Tensor], like: torch.nn.Parameter) -> lis
         done = done.redistribute(placements=[Replicate()] * mesh.ndim)
     # The parameters may be in host memory; the mesh's tensors are on its devices.
     return list(done.redistribute(placements=sharded).to_local().to(stack.device).unbind())
-
-
-def _one_further(placement: Placement) -> Placement:
-    if isinstance(placement, _StridedShard):
-        return _StridedShard(placement.dim + 1, split_factor=placement.split_factor)
-    return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement

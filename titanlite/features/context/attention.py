@@ -60,34 +60,32 @@ class ContextAttention(nn.Module):
         """
         chunk = self.cp_rank.seq_len // (2 * self.cp_rank.degree)
         spans = self._spans(chunk)
+        masks: list[Tensor | None] = []
         if doc_ids is None:
-            early, late = (self._causal(chunk, end) for _, end in spans)
-            return early, late
+            from torch.nn.attention.bias import causal_lower_right  # it loads the compiler
+
+            for _, end in spans:
+                # None: the window decides.
+                mask = None
+                if not self.has_sinks and (self.window is None or self.window >= end):
+                    # Made here, since `torch.compile` can take them as arguments but cannot make
+                    # them in a graph. They hold no data, and dispatch modes (a trace without data,
+                    # a counter of FLOPs) cannot take them.
+                    with _disable_current_modes():
+                        mask = causal_lower_right(chunk, end)
+                masks.append(mask)
+            return masks[0], masks[1]
         if self.chunk is not None:
             from titanlite.models.document_attention import chunk_ids
 
             doc_ids = chunk_ids(doc_ids, self.chunk)
         own = self.cp_rank.part(doc_ids).chunk(2, 1)
-        masks = []
         for queries, (begin, end) in zip(own, spans, strict=True):
             keys = doc_ids[:, begin:end]
             same = queries.unsqueeze(2) == keys.unsqueeze(1)
             seen = band(queries.size(1), keys.size(1), self.window, queries.device)
             masks.append((same & seen).unsqueeze(1))
-        early, late = masks
-        return early, late
-
-    def _causal(self, chunk: int, end: int) -> Tensor | None:
-        """Return the mask of one chunk; None: the window decides."""
-        from torch.nn.attention.bias import causal_lower_right  # it loads the compiler
-
-        if self.has_sinks or (self.window is not None and self.window < end):
-            return None
-        # Made here, since `torch.compile` can take them as arguments but cannot make them in a
-        # graph. They hold no data, and dispatch modes (a trace without data, a counter of FLOPs)
-        # cannot take them.
-        with _disable_current_modes():
-            return causal_lower_right(chunk, end)
+        return masks[0], masks[1]
 
     def forward(
         self,

@@ -169,7 +169,11 @@ class Rules:
         if self.args.is_latent:
             query = "attention.wq_b" if getattr(self.args, "q_lora_rank", 0) else "attention.wq"
         if kind.removesuffix(".bias") == query:
-            return self._scores
+            # Scores fall with 1 / head_dim.
+            wanted = head_width(self.base) / head_width(self.args)
+            if wanted == 1:
+                return 1.0
+            return wanted / (_score_scale(self.args) / _score_scale(self.base))
         if self.args.norm_placement == "before":
             adds = _RESIDUAL.fullmatch(kind) is not None
         else:
@@ -183,14 +187,6 @@ class Rules:
     @cached_property
     def _depth(self) -> float:
         return self.base.n_layers / self.args.n_layers
-
-    @cached_property
-    def _scores(self) -> float:
-        """The multiplier of queries that makes the scale of scores fall with 1 / head_dim."""
-        wanted = head_width(self.base) / head_width(self.args)
-        if wanted == 1:
-            return 1.0
-        return wanted / (_score_scale(self.args) / _score_scale(self.base))
 
     def _is_offset(self, name: str) -> bool:
         return self.args.norm_offset and kind_of(_module_of(name)).endswith("norm")
