@@ -73,7 +73,9 @@ def launch(name: str, argv: list[str], how: How) -> str:
     argv: flags of `train.py`.
     """
     job = prepare(argv)
-    _refuse_spares(name, job)
+    if name != "slurm" and job.launch.spare_nodes:
+        hint = "leave it out; what the system itself does with a lost machine is in docs/launch"
+        raise unfit("launch.spare_nodes", f"{name} has no such jobs, only Slurm has", hint)
     system: Any = import_module(_SYSTEMS[name])
     files: dict[str, str] = system.files(job)
     warnings = list(getattr(system, "warnings", lambda _: [])(job))
@@ -89,12 +91,6 @@ def launch(name: str, argv: list[str], how: How) -> str:
     if how == "submit":
         return str(system.submit(job))
     return f"written: {', '.join(str(job.folder / name) for name in files)}\n{system.advice(job)}"
-
-
-def _refuse_spares(name: str, job: Job) -> None:
-    if name != "slurm" and job.launch.spare_nodes:
-        hint = "leave it out; what the system itself does with a lost machine is in docs/launch"
-        raise unfit("launch.spare_nodes", f"{name} has no such jobs, only Slurm has", hint)
 
 
 def prepare(argv: list[str]) -> Job:

@@ -101,7 +101,14 @@ def measure(module: OpList, mode: str = "none") -> ModuleMemory:
         stays = {*replay.inputs[:1], *cached}
         kept = replay.bytes_of(stays)
         forward = replay.forward(stays, replay.inputs)
-        backward = _recomputing_backward(replay, stays, cached)
+        # The backward repeats the forward to the last operator that saves something, and runs that
+        # one only if it saves more than its inputs.
+        last = max(index for index, op in enumerate(ops) if op.saved)
+        runs = last + (ops[last].name in ops[last].saves or ops[last].keeps > 0)
+        saved = replay.saved | (cached & {op.name for op in ops[last:]})
+        again = replay.forward(saved, stays, cached, ops[: last + 1], runs)
+        repeated = Peak(again + ops[-1].size - kept)
+        backward = repeated.or_higher(replay.backward(saved, kept))
     return ModuleMemory(
         kept,
         Peak(forward).above(kept),
@@ -121,20 +128,6 @@ def _by_policy(ops: Sequence[Op]) -> set[str]:
         if op.kind == "attention" and op.keeps:
             chosen.add(op.extra)
     return chosen
-
-
-def _recomputing_backward(replay: _Replay, stays: set[str], cached: set[str]) -> Peak:
-    """Return the peak of a backward that repeats the forward, above what stays."""
-    ops = replay.ops
-    kept = replay.bytes_of(stays)
-    # It goes to the last operator that saves something, and runs that one only if it saves more
-    # than its inputs.
-    last = max(index for index, op in enumerate(ops) if op.saved)
-    runs = last + (ops[last].name in ops[last].saves or ops[last].keeps > 0)
-    saved = replay.saved | (cached & {op.name for op in ops[last:]})
-    again = replay.forward(saved, stays, cached, ops[: last + 1], runs)
-    gradient = ops[-1].size
-    return Peak(again + gradient - kept).or_higher(replay.backward(saved, kept))
 
 
 class _Replay:

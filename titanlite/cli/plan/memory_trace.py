@@ -113,8 +113,15 @@ def _measure_step(run: RunConfig, parts: ModelParts) -> MemoryMeter:
     meter = MemoryMeter(parts.model, optimizer, blocks, run.spec.head, integer=rows)
     step.phase = meter.phase
     with meter:
-        # They live as long as the step.
-        averages = _first_update(run, parts.model, optimizer)
+        # Averages of the weights live as long as the step.
+        trained = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        averages = []
+        if run.features.ema is not None:
+            averages = [torch.zeros_like(one, dtype=torch.float32) for one in trained]
         for average in averages:
             meter.track(average, "optimizer")
         step.after_update()
@@ -138,19 +145,6 @@ def _rows_to_each(run: RunConfig, args: Any) -> int:
         message = f"a trace cannot divide the rows of {tokens} tokens evenly over {ranks} ranks"
         raise unfit("parallelism.expert_parallel_degree", message, _BY_FORMULA)
     return rows if ranks > 1 else 1
-
-
-def _first_update(
-    run: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> list[torch.Tensor]:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trained:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    if run.features.ema is None:
-        return []
-    return [torch.zeros_like(parameter, dtype=torch.float32) for parameter in trained]
 
 
 def _traced(run: RunConfig, device: str) -> RunConfig:
