@@ -106,18 +106,6 @@ def test_options_stand_before_and_behind_the_words(capsys: pytest.CaptureFixture
             ),
         ),
         ("lr debug_model.toml", "`titanlite lr` is gone: `titanlite config check`"),
-        ("benchmark x.toml", "`titanlite benchmark` is gone: `titanlite sweep`"),
-        ("drill x.toml", "`titanlite drill` is gone: its faults are played by the tests"),
-        ("help train", "`titanlite help` is gone: `titanlite COMMAND --help`"),
-        (
-            "config migrate x.toml",
-            "`titanlite config migrate` is gone: `titanlite config show FILE`",
-        ),
-        ("launch skypilot x.toml", "`titanlite launch skypilot` is gone: a task of SkyPilot"),
-        (
-            "checkpoint convert a b --to hf",
-            "checkpoint convert` is gone: `titanlite export`",
-        ),
         ("sample x --greedy", "--greedy is gone: --temperature 0"),
         ("push x a/b --step 3", "--step is gone: name the checkpoint"),
     ],

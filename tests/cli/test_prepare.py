@@ -419,16 +419,3 @@ def test_it_writes_into_no_other_folder(tmp_path: Path, command: Command) -> Non
         code, printed = command("prepare", *words, "--out", tmp_path / "new")
         assert code == 2
         assert error in printed
-
-
-def test_a_plan_of_another_text_is_refused_and_no_file_that_it_names_is_asked_for(
-    tmp_path: Path, command: Command
-) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    listed = {"names": ["http://127.0.0.1:9/a.jsonl"], "kind": "json", "revision": "a"}
-    (out / "prepare.json").write_text(json.dumps({"source": "other", "listed": listed}))
-    (out / "part-00000-0000.json").write_text("{}")
-    code, printed = command("prepare", write_records(tmp_path / "text"), "--out", out)
-    assert code == 2
-    assert "holds tokens of other with another source" in printed
