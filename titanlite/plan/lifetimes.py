@@ -97,7 +97,15 @@ def measure(module: OpList, mode: str = "none") -> ModuleMemory:
         forward = replay.forward(replay.saved, replay.inputs)
         backward = replay.backward(replay.saved).above(kept)
     else:
-        cached = _by_policy(ops) if mode == "op" else set()
+        cached: set[str] = set()
+        if mode == "op":
+            # `OpPolicy` keeps the tensors of attention and of every second product.
+            cached.update([op.name for op in ops if op.kind == "matmul"][::2])
+            for op in ops:
+                if op.kind in ("attention", "other"):
+                    cached.add(op.name)
+                if op.kind == "attention" and op.keeps:
+                    cached.add(op.extra)
         stays = {*replay.inputs[:1], *cached}
         kept = replay.bytes_of(stays)
         forward = replay.forward(stays, replay.inputs)
@@ -116,18 +124,6 @@ def measure(module: OpList, mode: str = "none") -> ModuleMemory:
         weights=sum(op.weight for op in ops),
         out=ops[-1].size,
     )
-
-
-def _by_policy(ops: Sequence[Op]) -> set[str]:
-    """Return the tensors `OpPolicy` keeps: attention's and every second product's."""
-    products = [op.name for op in ops if op.kind == "matmul"]
-    chosen = set(products[::2])
-    for op in ops:
-        if op.kind in ("attention", "other"):
-            chosen.add(op.name)
-        if op.kind == "attention" and op.keeps:
-            chosen.add(op.extra)
-    return chosen
 
 
 class _Replay:
