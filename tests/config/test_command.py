@@ -23,7 +23,6 @@ from tests.support.processes import python
 from titanlite.cli.command_table import COMMANDS
 from titanlite.cli.main import main
 from titanlite.config.keys import keys
-from titanlite.config.load import find_config
 from titanlite.resolve.load import check_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -113,7 +112,7 @@ def test_world_size_comes_from_the_flag_the_environment_or_what_fits(capsys, mon
         ("--no-metrics.rank_0_only --metrics.enable_tensorboard", ""),
         ("--data.lanes=2 --data.streaming=false", "data.lanes"),
         ("--data.lanes=2", ""),
-        ("--optimizer.name=AdamW8bit --optimizer.compensation_dtype=float32", "compensation_dtype"),
+        ("--optimizer.compensation_dtype=float32", "optimizer.compensation_dtype"),
         ("--lora.adapter=a", "lora.adapter"),
         # It turns checkpoints off two lines above their interval.
         ("--job.config_file=debug_model.toml", ""),
@@ -211,24 +210,14 @@ print([name for name in heavy if name in sys.modules])
 """
 
 
-@pytest.mark.slow_after(2)
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["check", "llama3_8b.toml"],
-        ["explain", "optimizer.lr"],
-    ],
-    ids=lambda words: words[0],
-)
-def test_config_commands_are_quick_and_import_little(words):
-    assert find_config("llama3_8b.toml") is not None
+def test_a_check_is_quick_and_imports_little():
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = python("-c", _TIMED, "config", *words)
+    done = python("-c", _TIMED, "config", "check", "llama3_8b.toml")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
-    # Processor time, with room for a busy machine: a quiet one takes 0.15 to 0.25 s, and with
-    # torch 2 s.
+    # Processor time, with room for a busy machine: a quiet one takes 0.1 to 0.25 s, and with torch
+    # 2 s.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5
 
 
