@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -278,7 +277,6 @@ metrics = {{ log_freq = 1, enable_tensorboard = true }}
 checkpoint = {{ enable_checkpoint = true, interval = 2 }}
 validation = {{ enable = true, dataset_path = "{url}", steps = 1 }}
 launch.environment.API_KEY = "{PLANTED}-key"
-data.log_documents = true
 [[data.source]]
 path = "{url}"
 [[data.source]]
@@ -296,7 +294,7 @@ weights = {{ "{url}" = 3.0, c4_test = 1.0 }}
     return [str(file), *flags, *(flag for flag in TWO_LAYERS if "token_cache" not in flag)]
 
 
-def _commands(config: list[str], run: Path, earlier: Path) -> list[list[str]]:
+def _commands(config: list[str], run: Path) -> list[list[str]]:
     step = str(run / "checkpoint" / "step-2")
     return [
         ["config", "explain", config[0]],
@@ -304,10 +302,9 @@ def _commands(config: list[str], run: Path, earlier: Path) -> list[list[str]]:
         ["config", "check", str(run / "config.toml")],
         ["runs", str(run), "--json"],
         ["runs", str(run), "--attempts"],
-        ["runs", "--compare", str(run), str(earlier)],
         ["checkpoint", "ls", str(run)],
         ["checkpoint", "verify", step],
-        ["plan", config[0]],
+        ["plan", config[0], "--gpu=l4"],
         ["data", "peek", config[0], "--rows", "1"],
         ["data", "peek", str(run / "config.toml")],
         ["eval", step],
@@ -341,20 +338,17 @@ def test_no_byte_of_a_run_and_of_the_commands_holds_a_secret(
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     run = tmp_path / "out" / "run"
-    earlier = tmp_path / "out" / "earlier"
     said = ""
     for number in (1, 2):  # the second start resumes with other signatures
         config = _config(server, tmp_path / "run.toml", run, number)
         done = titanlite("train", f"--job.config_file={config[0]}", *config[1:])
         said += done.stdout + done.stderr
         assert done.returncode == 0, said
-        if number == 1:
-            shutil.copytree(run, earlier)
     assert [one["began"] for one in read_run(run).attempts] == ["fresh", "resumed from step 2"]
     changes = read_run(run).attempts[1]["config_changes"].keys()
     assert not changes & {"data.source", "validation.dataset_path"}
     capfd.readouterr()
-    for words in _commands(config, run, earlier):
+    for words in _commands(config, run):
         if words[0] == "eval":  # it ends its process
             done = titanlite(*words)
             said += done.stdout + done.stderr
@@ -382,5 +376,3 @@ def test_no_byte_of_a_run_and_of_the_commands_holds_a_secret(
     name = f"http://127.0.0.1:{server.port}/files/text.jsonl"
     manifest = read_manifest(run / "checkpoint" / "step-4")
     assert manifest.train["data"]["rows"]["names"] == [name, "c4_test"]
-    tags = b"".join(path.read_bytes() for path in run.rglob("events.*"))
-    assert name.encode() in tags

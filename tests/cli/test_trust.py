@@ -55,7 +55,6 @@ SHOWS = {
     "checkpoint ls": (["{run}"], exit_codes.DONE),
     "checkpoint verify": (["{step}"], exit_codes.DONE),
     "checkpoint diff": (["{step}", "{step}"], exit_codes.DONE),
-    "checkpoint rm": (["{step}"], exit_codes.CHECKPOINT),
     "runs": (["{run}"], exit_codes.DONE),
 }
 #: Commands that take the model's family from the manifest.

@@ -349,7 +349,7 @@ BAD = {
     ),
     "llm.c, another version": (
         lambda f: _llmc_head(f / "a.bin", 20240520, 2, 4),
-        "a.bin, token 0 .from 0.: id 55432 is outside",
+        "a.bin is llm.c's, of version 2; expected version 1",
     ),
     "numpy, cut": (
         lambda f: _cut(_numpy_of(f, np.arange(9, dtype="<u2")), 2),

@@ -18,17 +18,14 @@ from titanlite.checkpoint.resume import load_text
 from titanlite.config.data_sections import DataPhase
 from titanlite.data import DataError, EndOfData
 from titanlite.data.loader import Fetched, TrainLoader
-from titanlite.data.mixtures.figures import RowLosses, SourceFigures
 from titanlite.data.mixtures.mixed_rows import MixedRows
 from titanlite.data.phases import Phases
 from titanlite.data.skip_ranges import skip_to, take
 from titanlite.data.step_sizes import Course, StepSize
-from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.anomalies import AnomalyLog
 from titanlite.optim.bad_step_errors import BadStepError
 from titanlite.optim.schedule import LearningRate, Schedule
 from titanlite.resolve.load import load_config
-from titanlite.step import ReplicationFactors
 
 #: Steps of 4 sequences of 2 tokens.
 STEADY = Course.steady(StepSize(4, 2, 4))
@@ -207,22 +204,6 @@ def test_the_record_of_a_bad_last_step_has_no_documents_of_what_fills_it_up(tmp_
     (event,) = map(json.loads, (tmp_path / "guard.jsonl").read_text().splitlines())
     assert rows.total_sequences == 10
     assert sorted(event["documents"]) == ["8", "9"]
-
-
-@pytest.mark.parametrize("slots", [1, 4])
-def test_what_is_skipped_does_not_count_as_served(slots: int) -> None:
-    rows = mix({"a": 3, "b": 1}, slots=slots, phases={40: {"b": 1}})
-    state = {"next_sequence": 72, "left_out": [[5, 9], [36, 50]]}
-    trainer: Any = SimpleNamespace(
-        parts=SimpleNamespace(loader=SimpleNamespace(state_dict=lambda: state))
-    )
-    figures = SourceFigures(rows, RowLosses(cross_entropy_sum, 2), (0, 1), ReplicationFactors())
-    found = Counter(
-        name
-        for index, (name, _) in enumerate(located(rows, 72))
-        if not (5 <= index < 9 or 36 <= index < 50)
-    )
-    assert figures.state_dict(trainer) == {"served": dict(sorted(found.items()))}
 
 
 def test_a_phase_begins_at_its_step_or_with_the_first_step_after_its_tokens(tmp_path) -> None:

@@ -27,7 +27,7 @@ HOSTILE = (-7, "5-1", None, 1.5, math.nan, 1 << 40, True, [], {})
 def _rows(names: list[str], kind: str) -> Rows:
     if kind == "text":
         return Numbers(10_000)
-    stream = make_stream(names, best_fit=kind == "best-fit")
+    stream = make_stream(names)
     if kind != "mixture":
         return stream
     other = Numbers(total=500, lanes=4)
@@ -73,7 +73,7 @@ def _state(names: list[str], kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow_after(3)
-@pytest.mark.parametrize("kind", ["text", "stream", "best-fit", "mixture"])
+@pytest.mark.parametrize("kind", ["text", "stream", "mixture"])
 def test_every_value_of_a_state_is_used_or_refused_by_its_name(names: list[str], kind: str) -> None:
     """Each value at each place: a row comes, or a DataError; nothing else, such as an
     IndexError.

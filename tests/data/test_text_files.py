@@ -173,22 +173,6 @@ def test_a_truncated_or_damaged_file_is_refused_after_its_whole_rows(
     assert re.search(r": damaged after (line|row) \d+ |, line \d+: not valid JSON", refused(path))
 
 
-@pytest.mark.parametrize("lost", [8, 4, 400])
-@pytest.mark.parametrize("batches", [0, 2])
-def test_an_arrow_stream_without_its_end_is_refused(
-    tmp_path: Path, lost: int, batches: int
-) -> None:
-    # The last bytes of a batch are those of an end mark, too.
-    rows = {"text": [str(n) for n in range(100 * batches)], "n": [-1] * (100 * batches)}
-    path = make(tmp_path / "a.arrow", pa.table(rows, pa.schema({"text": "string", "n": "int64"})))
-    assert not batches or texts(path) == rows["text"]
-    content = path.read_bytes()
-    assert content.endswith(b"\xff" * 4 + b"\0" * 4)
-    path.write_bytes(content[:-lost])
-    if batches or lost < 400:
-        assert re.search("damaged after row|truncated", refused(path))
-
-
 @pytest.mark.parametrize("number", [0, 15])
 def test_zstd_frames_to_skip_are_skipped(tmp_path: Path, number: int) -> None:
     path = tmp_path / "unnamed"
@@ -299,12 +283,6 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
         ("[1, 2]", "found list"),
         ('{"txt": "a", "url": "b"}', "(keys: 'txt', 'url')"),
         ('{"text": null}', "found NoneType"),
-        (
-            r'{"text": "smile \ud83d\ude00, half \ud83d"}',
-            r"text holds \ud83d at character 15, half",
-        ),
-        (r'{"text": "\ude00\ud83d"}', r"the field text holds \ude00 at character 1,"),
-        ('{"text": "caf\udced\udca0\udc80"}', r"the field text holds \ud800 at character 4,"),
     ],
 )
 def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, line: str, message: str) -> None:
@@ -312,23 +290,6 @@ def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, line: str, messa
         found = refused(write(tmp_path / name, "a", "b", raw=line))
         assert "line 3: " in found
         assert message in found
-
-
-def test_a_lone_surrogate_in_a_prompt_or_in_a_message_is_named_by_its_field(tmp_path: Path) -> None:
-    half = r'{"q": "a\udc00", "text": "b", "chat": [{"role": ""}, {"content": ["c", "\ud801"]}]}'
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n" + half + "\n")
-    chats = Columns("chat", chat=ChatTemplate("{{ messages }}"))
-    for columns, field, code in (
-        (Columns("text", "q"), "q", "dc00 at character 2,"),
-        (chats, "chat[1].content[1]", "d801 at character 1,"),
-    ):
-        with pytest.raises(DataError) as caught:
-            list(iter_records(path, columns))
-        wanted = f"{path}, line 2: the field {field} holds \\u{code}"
-        assert str(caught.value).startswith(wanted)
-    # What is not read may hold anything.
-    assert [record.text for record in iter_records(path)] == ["b"]
 
 
 def test_ids_over_the_models_vocabulary_name_file_line_and_id(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import stat
@@ -102,43 +103,6 @@ def test_another_text_vocabulary_or_time_is_another_file(
         load(text, cache, 300)
     with pytest.raises(DataError, match="gone.jsonl: cannot be read"):
         load(text.with_name("gone.jsonl"), cache)
-
-
-def _flip(at: int) -> Callable[[Path], None]:
-    def damage(path: Path) -> None:
-        content = bytearray(path.read_bytes())
-        content[at] ^= 1
-        path.write_bytes(content)
-
-    return damage
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        *(_flip(at) for at in (0, 40, 4096, -1)),
-        lambda path: os.truncate(path, path.stat().st_size - 2),
-        lambda path: _flip(path.read_bytes().index(b'"fingerprint": "') + 20)(path),
-        lambda path: os.truncate(path, 0),
-    ],
-)
-def test_a_damaged_file_is_replaced(
-    text: Path,
-    cache: Path,
-    counted: list[int],
-    damage: Callable[[Path], None],
-    logged: Callable[[], str],
-) -> None:
-    plain = load(text, cache)
-    plain = Corpus(
-        plain.tokens.copy(), plain.offsets.copy(), plain.pad_id, plain.fingerprint, plain.files
-    )
-    (path,) = cache.iterdir()
-    damage(path)
-    assert same(load(text, cache), plain)
-    assert "is damaged" in logged()
-    assert same(load(text, cache), plain)
-    assert len(counted) == 2
 
 
 def test_paths_start_at_the_home_or_at_the_working_directory(
@@ -261,3 +225,20 @@ def test_processes_that_wait_fill_the_disk_or_are_killed(text: Path, cache: Path
     assert all(f"sum {total} memmap" in out for out in printed)
     assert sum("tokenizing" in out for out in printed) == 1
     assert names(cache) == [".tokens"]
+
+
+def test_a_wait_for_another_process_is_told_and_ends(
+    text: Path, cache: Path, logged: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The locks of two open files exclude each other, as those of two processes do."""
+    load(text, cache)
+    (tokens,) = cache.iterdir()
+    tokens.unlink()
+    monkeypatch.setattr(token_cache, "_LONGEST_WAIT", 0.5)
+    monkeypatch.setattr(token_cache, "_REPORT_SECONDS", 0.2)
+    with tokens.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match=r"another process has held .*\.lock for"):
+            load(text, cache)
+    assert logged().count("waiting for another process to tokenize the text") == 3
+    assert load(text, cache).size > 0

@@ -133,23 +133,9 @@ def test_a_part_is_checked_when_it_is_read_and_once_on_a_machine(
     assert read[7:] == ["part-0.tokens", "part-0.offsets"]
 
 
-def test_one_process_of_a_machine_compares_a_part_and_the_others_wait(tmp_path: Path) -> None:
-    """The locks of two open files exclude each other, as those of two processes do."""
-    part = tmp_path / "part.bin"
-    part.write_bytes(b"tokens")
-    # A comparison would find another hash.
-    hashes = token_integrity.PartHashes({part: "xxh3:0"}, tmp_path / "records")
-    check = token_integrity.HashCheck([hashes], "")
-    with hashes.alone():
-        check.begin(0)
-        assert check.settle(0.5) == 1, "it waits"
-        record = hashes._record()
-        assert record is not None
-        record.write_bytes(b"whole\n")
-    assert check.settle(10) == 0
-
-
-def test_without_a_folder_for_records_each_process_checks(tmp_path: Path, read: list[str]) -> None:
+def test_without_a_folder_for_records_each_run_checks(
+    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = prepared(tmp_path / "a", masked=0)
     (tmp_path / "file").write_text("in the way")
     for records in (None, tmp_path / "file"):
@@ -157,6 +143,10 @@ def test_without_a_folder_for_records_each_process_checks(tmp_path: Path, read: 
         files.read(0, 10)
         assert settled(files) == 0
     assert read == ["part-0.tokens", "part-0.offsets"] * 2
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    other = opened(folder, None)
+    other.read(0, 10)
+    assert other.check is None, "the first rank of a machine checks for all"
 
 
 def test_offsets_and_sizes_are_checked_at_the_start(tmp_path: Path) -> None:

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 #: Most bytes of a header. numpy allows 10,000 characters.
 _HEAD = 10_240
 _NUMPY = b"\x93NUMPY"
-#: Bytes of llm.c's header. Its magic number and version → type of the tokens (its
+#: Bytes of llm.c's header. Its magic number → version, and type of the tokens (its
 #: dev/data/data_common.py).
 _LLMC_HEAD = 1024
-_LLMC = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
+_LLMC = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 
 #: Most files that are looked at to find their type, and bytes of a piece of each.
 _FILES = 64
@@ -150,9 +150,13 @@ def read_header(path: Path) -> RawFile:
         file = _of_numpy(file, head)
     else:
         magic, version, tokens = np.frombuffer(head.ljust(12, b"\0"), "<i4", 3).tolist()
-        dtype = _LLMC.get((magic, version))
-        if dtype is None:
+        if magic not in _LLMC:
             return file
+        known, dtype = _LLMC[magic]
+        if version != known:
+            raise DataError(
+                f"{path} is llm.c's, of version {version}; expected version {known}: write it again"
+            )
         file = RawFile(path, file.size, dtype, _LLMC_HEAD, tokens, leads=True)
     assert file.tokens is not None
     size = file.first_byte + file.tokens * np.dtype(file.dtype).itemsize

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.contrib.lab.ladder.tiny import FLAGS, NAMES, written
+from titanlite.config.decays import DECAYS
 from titanlite.config.errors import ConfigError
 from titanlite.contrib.lab.ladder.law import LadderError
 from titanlite.contrib.lab.ladder.rungs import DEFAULTS, Rung, computed, rungs
@@ -90,6 +91,17 @@ def test_the_lowest_rate_follows_the_size_as_the_rate_does(tmp_path: Path) -> No
     assert checked.schedule.min_lr == pytest.approx(first.rate / 10, rel=1e-5)
     for rung in rungs(target(tmp_path)):
         assert "lr_scheduler.min_lr" not in values(rung)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind, decay in DECAYS.items() if not (decay.needs or decay.excludes)]
+)
+def test_models_have_the_decay_of_the_file_where_it_reaches_a_floor(
+    tmp_path: Path, kind: str
+) -> None:
+    found = rungs(target(tmp_path, f"--lr_scheduler.decay_type={kind}"))
+    expected = kind if DECAYS[kind].reaches_floor else "linear"
+    assert {values(rung)["lr_scheduler.decay_type"] for rung in found} == {expected}
 
 
 def test_under_mup_all_models_have_the_rate_of_the_file(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from titanlite.config.decays import DECAYS
 from titanlite.config.toml import quote
 from titanlite.contrib.lab.ladder.law import LadderError
 from titanlite.contrib.lab.ladder.sizes import Shape, shapes
@@ -23,8 +24,6 @@ from titanlite.contrib.lab.members import Member
 _LONGEST_WARMUP = 0.1
 #: A trunk saves this often, besides the starts of its branches: a killed one resumes.
 _SAVES = 5
-#: Kinds of a decay that do not fall to a floor: members have a linear one instead.
-_ENDLESS = ("constant", "exponential", "plateau")
 
 #: Flags of the models, over the file but under the command line: a small model needs no
 #: parallelism but that of data.
@@ -177,6 +176,8 @@ def rate_of(target: Target, shape: Shape) -> float:
 def _model_flags(target: Target, shape: Shape) -> tuple[str, ...]:
     shape_flags = [f"--model.overrides.{name}={size}" for name, size in shape.overrides.items()]
     decay = target.run.lr_scheduler.decay_type
+    if not DECAYS[decay].reaches_floor:
+        decay = "linear"
     rate = rate_of(target, shape)
     floor = target.run.lr_scheduler.min_lr
     # A model with a higher rate has a higher lowest rate, too.
@@ -188,7 +189,7 @@ def _model_flags(target: Target, shape: Shape) -> tuple[str, ...]:
         f"--optimizer.lr={rate}",
         "--lr_scheduler.unit=steps",
         "--lr_scheduler.style=titan",
-        f"--lr_scheduler.decay_type={'linear' if decay in _ENDLESS else decay}",
+        f"--lr_scheduler.decay_type={decay}",
     )
 
 
@@ -205,7 +206,6 @@ def _length_flags(steps: int, fall: int) -> tuple[str, ...]:
         "--checkpoint.load_step=-1",
         "--checkpoint.keep_latest_k=1",
         "--checkpoint.keep_every=0",
-        "--checkpoint.keep_best=0",
         "--checkpoint.model_weights_only=false",
         "--checkpoint.last_save_in_hf=false",
         # A branch loads all that its trunk saved.
