@@ -26,7 +26,6 @@ from titanlite.config.own_functions import load_functions
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import ShapeError, get_spec, resolve_args
 from titanlite.models.args import as_record, from_record
-from titanlite.optim.optimizer import gated_step, keep_ratios
 from titanlite.resolve.load import check_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -268,30 +267,6 @@ def test_a_model_of_ones_own_is_recorded_and_has_no_hugging_face_form() -> None:
         from_record({"family": MODEL, "n_heads": 2})
     with pytest.raises(ValueError, match="no conversion"):
         get_spec(MODEL).hf_names(args)
-
-
-# Any optimizer
-
-
-@pytest.mark.parametrize(
-    ("make", "fused"), [(torch.optim.AdamW, True), (torch.optim.RMSprop, False)]
-)
-def test_the_guard_holds_back_any_optimizer_and_groups_keep_their_ratio(
-    make: Any, fused: bool
-) -> None:
-    torch.manual_seed(0)
-    weights = [torch.nn.Parameter(torch.randn(3)) for _ in range(2)]
-    groups = [{"params": weights[:1]}, {"params": weights[1:], "lr": 0.05}]
-    optimizer = keep_ratios(make(groups, lr=0.1, **({"fused": True} if fused else {})), 0.1)
-    assert [group["lr_scale"] for group in optimizer.param_groups] == [1.0, 0.5]
-    for ok, rate in ((True, 0.2), (False, 0.4), (True, 0.1)):
-        before = [w.detach().clone() for w in weights]
-        for weight in weights:
-            weight.grad = torch.full((3,), 1.0 if ok else math.nan)
-        gated_step(optimizer, torch.tensor(ok), rate)
-        assert [group["lr"] for group in optimizer.param_groups] == [rate, rate * 0.5]
-        assert all(torch.equal(w, b) is not ok for w, b in zip(weights, before, strict=True))
-        assert all(weight.isfinite().all() for weight in weights)
 
 
 def _misfit(world: DistEnv, folder: str, *flags: str) -> str:
