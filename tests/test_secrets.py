@@ -360,7 +360,7 @@ def test_no_byte_of_a_run_and_of_the_commands_holds_a_secret(
         said += "".join(capfd.readouterr())
     missing = f"--training.dataset_path={_url(server, 'nothing')}"
     flags = ["--data.retry_seconds=0", f"--job.dump_folder={run}-2", "debug_model.toml"]
-    done = titanlite("train", "--nproc", "2", missing, *flags)
+    done = titanlite("train", missing, *flags)
     assert done.returncode
     assert "nothing" in done.stderr
     said += done.stdout + done.stderr
