@@ -180,7 +180,7 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
     (
         "conflict",
         "model.norm_type",
-        "model.norm_type=rmsnorm model.overrides.norm_type=layernorm",
+        "model.norm_type=rmsnorm model.overrides.norm_type=fused_rmsnorm",
         "overrides",
     ),
     (

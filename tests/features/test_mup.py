@@ -525,14 +525,6 @@ DEBUG = "--job.config_file=train_configs/debug_model.toml"
         (["--mup.base_dim=64", "--optimizer.name=Adam"], "excludes optimizer.weight_decay"),
         (["--mup.base_dim=64", "--optimizer.name=torch.optim.SGD"], "its rules are for AdamW"),
         (["--mup.base_dim=64", "--model.name=gemma3"], "optimizer.no_decay_on_norms = true"),
-        (
-            [
-                "--mup.base_dim=64",
-                "--model.overrides.tied=true",
-                "--model.norm_type=np_layernorm",
-            ],
-            "np_layernorm has no weight",
-        ),
     ],
 )
 def test_what_does_not_fit_is_refused(flags: list[str], shown: str) -> None:

@@ -4,15 +4,14 @@ and up are one matrix.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from titanlite.models.attention import attend
-from titanlite.models.autograd import fresh, silu_mul
+from titanlite.models.autograd import rms_norm, silu_mul
 from titanlite.models.block_ropes import NoRotation
 from titanlite.models.experts.grouped import Experts, grouped_mm, local
 from titanlite.models.experts.layer import MoE, MoEBlock, MoEDecoder
@@ -64,30 +63,11 @@ class ChunkedAttention(SdpaAttention):
         return chunks.flatten(0, 1).transpose(1, 2)
 
 
-class _UnitNorm(torch.autograd.Function):
-    """x divided by its root mean square; keeps x and one number per row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
-        x32 = x.float()
-        rstd = x32.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, rstd)
-        return fresh((x32 * rstd).to(x.dtype))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        x, rstd = ctx.saved_tensors
-        normed = x.float() * rstd
-        projection = (grad * normed).mean(-1, keepdim=True)
-        return (grad - normed.mul_(projection)).mul_(rstd).to(x.dtype), None
-
-
 def unit_norm(x: Tensor, eps: float) -> Tensor:
     """Return x: [..., width], divided by its root mean square, in float32."""
     if x.device.type == "cuda":
         return F.rms_norm(x, x.shape[-1:], None, eps)
-    return _UnitNorm.apply(x, eps)
+    return rms_norm(x, None, eps)
 
 
 class Llama4Attention(Attention):

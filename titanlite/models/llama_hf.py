@@ -147,10 +147,6 @@ class HFTable:
 
 def _check_form(args: Any) -> None:
     """Raise ValueError for what `transformers` lacks."""
-    if args.norm_kind != "rmsnorm":
-        raise ValueError(
-            f"Hugging Face's Llama has RMSNorm only; this model has norm_type = {args.norm_type!r}"
-        )
     if getattr(args, "expert_bias", False) and not args.biases_in_files:
         raise ValueError(
             f"bias_update is {args.bias_update}, and this family has no biases of experts in "

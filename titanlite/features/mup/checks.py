@@ -68,19 +68,6 @@ def _without_gain(rules: Rules) -> Iterator[Problem]:
         yield Problem(
             "conflict", KEY, message, "take heads of one width, or model.overrides.unit_qk = false"
         )
-    if rules.args.norm_type != "np_layernorm":
-        return
-    if rules.args.tied and rules.args.dim != rules.base.dim:
-        message = "scales the logits of a tied head by its norm, and np_layernorm has no weight"
-        yield Problem(
-            "conflict", KEY, message, "set model.overrides.tied = false, or another norm_type"
-        )
-    is_deeper = rules.args.n_layers != rules.base.n_layers
-    if is_deeper and rules.args.norm_placement != "before":
-        message = "scales what a block adds by its norms, and np_layernorm has no weight"
-        yield Problem(
-            "conflict", f"{TABLE}.n_layers", message, "leave it out, or take another norm_type"
-        )
 
 
 def _decayed_offsets(run: RunConfig, rules: Rules) -> Iterator[Problem]:

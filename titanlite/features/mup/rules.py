@@ -134,8 +134,7 @@ class Rules:
         found = [f"{_EMBEDDING}.weight"]
         for name, block in self.args.blocks().items():
             found += [f"{name}.{_parameter_of(kind)}" for kind in block.parameters()]
-        if self.args.norm_type != "np_layernorm":
-            found.append(f"{_LAST_NORM}.weight")
+        found.append(f"{_LAST_NORM}.weight")
         if not self.args.tied:
             found.append(f"{_HEAD}.weight")
         return found
