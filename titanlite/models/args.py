@@ -114,20 +114,14 @@ def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None
         max_seq_len=max_seq_len,
         base=base,
     )
-    _check_scaling(args, max_seq_len)
-    return args
-
-
-def _check_scaling(args: Any, max_seq_len: int) -> None:
-    """Raise ShapeError for longer sequences than the RoPE's scaling is made for."""
-    scaling = getattr(args, "rope_scaling", None)
-    serves = getattr(scaling, "serves", None)
+    serves = getattr(getattr(args, "rope_scaling", None), "serves", None)
     if serves is not None and max_seq_len > serves:
         message = (
             f"serves {serves} tokens, factor times original_max_position_embeddings, and sequences "
             f"have {max_seq_len}"
         )
         raise ShapeError(Problem("model", "rope_scaling.factor", message, "raise it"))
+    return args
 
 
 _WAYS = 'set model.name = "hf", or model.flavor = "from_folder" to take its shape'

@@ -73,8 +73,13 @@ class HFTable:
             if getattr(block, "n_experts", 0) and block.expert_bias:
                 own.add("feed_forward.expert_bias")
             for ours, theirs in self.names.items():
-                if ours.removesuffix(".weight") in own:
-                    found[f"{name}.{ours}"] = _stacked(f"model.{name}.{theirs}", block)
+                if ours.removesuffix(".weight") not in own:
+                    continue
+                full = f"model.{name}.{theirs}"
+                found[f"{name}.{ours}"] = full
+                if "*" in full:
+                    numbers = range(block.n_experts)
+                    found[f"{name}.{ours}"] = tuple(full.replace("*", f"{one}") for one in numbers)
         if not args.tied:
             found["output.weight"] = "lm_head.weight"
         return found
@@ -152,12 +157,6 @@ def _check_form(args: Any) -> None:
             f"bias_update is {args.bias_update}, and this family has no biases of experts in "
             "`transformers`"
         )
-
-
-def _stacked(name: str, block: Any) -> HFName:
-    if "*" not in name:
-        return name
-    return tuple(name.replace("*", str(index)) for index in range(block.n_experts))
 
 
 def _read(
