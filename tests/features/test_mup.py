@@ -385,7 +385,7 @@ def test_an_export_has_the_logits_of_the_run() -> None:
     """The weights are those of an ordinary model, so nothing is left out of a file."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    rules = rules_of("qwen3", 64, {"n_heads": 8, "head_dim": 16}, n_layers=2)
+    rules = rules_of("qwen3", 64, {"n_heads": 8, "head_dim": 16}, n_layers=2, tied=False)
     ours = filled(rules)
     config = AutoConfig.for_model(**rules.spec.hf_config(rules.args))
     theirs = AutoModelForCausalLM.from_config(config)
