@@ -172,6 +172,15 @@ def test_a_truncated_or_damaged_file_is_refused_after_its_whole_rows(
     assert re.search(r": damaged after (line|row) \d+ |, line \d+: not valid JSON", refused(path))
 
 
+def test_an_arrow_stream_without_its_end_is_refused(tmp_path: Path) -> None:
+    rows = {"text": [str(n) for n in range(200)]}
+    path = make(tmp_path / "a.arrow", pa.table(rows))
+    content = path.read_bytes()
+    for lost in (8, 4, 400):
+        path.write_bytes(content[:-lost])
+        assert re.search("damaged after row|truncated", refused(path))
+
+
 def test_zstd_frames_to_skip_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "unnamed"
     # pzstd writes the size of the next frame into one.

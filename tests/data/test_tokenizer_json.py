@@ -71,17 +71,6 @@ def refused(path: Path, words: str) -> None:
     assert str(path.parent) in str(caught.value)
 
 
-def test_the_same_ranks_give_the_same_ids_as_tiktoken(llama3: Path, documents: list[str]) -> None:
-    ours = load(llama3)
-    reference = load_tokenizer()
-    assert ours.special_tokens == reference.special_tokens
-    assert (ours.vocab_size, ours.bos_id, ours.eos_id) == (2304, 2048, 2049)
-    for text in [*documents, *TEXTS, "<|begin_of_text|> not special <|eot_id|>", "a\ud800b"]:
-        ids = ours.encode(text, bos=True, eos=True)
-        assert ids == reference.encode(text, bos=True, eos=True)
-        assert ours.decode(ids) == reference.decode(ids)
-
-
 def test_ids_are_those_of_transformers_and_of_sentencepiece(
     llama2: Path, documents: list[str]
 ) -> None:
@@ -121,13 +110,12 @@ def test_post_processor_truncation_and_padding_have_no_effect(llama3: Path, tmp_
     changed.enable_padding(length=64, pad_id=2050, pad_token=SPECIAL_TOKENS[2])
     changed.save(str(tmp_path / "tokenizer.json"))
     text = "In the beginning God created the heaven and the earth."
-    plain = load(llama3)
     ours = load(tmp_path / "tokenizer.json")
     assert len(changed.encode(text).ids) == 64
-    assert changed.encode(text).ids[0] == 2048
-    assert ours.encode(text) == plain.encode(text)
-    assert ours.encode(text, bos=True, eos=True) == [2048, *plain.encode(text), 2049]
-    assert ours.fingerprint == plain.fingerprint, "it is no part of the identity"
+    tiktoken = load_tokenizer()
+    assert ours.special_tokens == tiktoken.special_tokens
+    assert ours.encode(text, bos=True, eos=True) == tiktoken.encode(text, bos=True, eos=True)
+    assert ours.fingerprint == load(llama3).fingerprint, "it is no part of the identity"
 
 
 def write_words(folder: Path, *words: str, **beside: Any) -> Path:
