@@ -93,7 +93,7 @@ def test_every_step_has_the_size_and_place_of_a_walk(seed: int) -> None:
         assert phases.expected_batch(after.steps, {**saved, "global_batch": 20}) != 20
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(0, 12, 2))
 def test_lengths_by_tokens_and_by_sequences_are_the_fewest_steps(seed: int) -> None:
     phases = random_phases(seed)
     wanted = walk(phases, 60)
