@@ -185,10 +185,6 @@ def _numbers(config: LoadedConfig) -> Iterator[Problem]:
     if (d.stall.deadline_seconds or 0) >= timeout:
         message = f"comes after comm.train_timeout_seconds = {timeout}, which ends the run"
         yield Problem("conflict", "stall.deadline_seconds", message, "lower the one")
-    length = d.validation.seq_len or d.training.seq_len
-    if d.validation.enable and (d.validation.parts or 0) > length:
-        message = f"is {d.validation.parts}, and a held-out sequence has {length} tokens"
-        yield Problem("out-of-range", "validation.parts", message, f"{length} is the most")
     steps = profiling.profiler_warmup + profiling.profiler_active
     if profiling.enable_profiling and profiling.profile_freq < steps:
         message = (

@@ -192,10 +192,6 @@ class Validation(Section, frozen=True):
     """
     steps: CountOrRest = -1
     """Batches of a validation, of each source. -1: one full pass."""
-    parts: Annotated[int, Meta(ge=2)] | None = None
-    """Also log the loss of each of this many equal parts of the sequence, 4 for its quarters.
-    Validation then takes that many times as long.
-    """
     batch_size: Count | None = None
     """Sequences per data-parallel rank. None: training.batch_size."""
     seq_len: Count | None = None
