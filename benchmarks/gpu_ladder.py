@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.gpu_bench import ROOT, Bench, Failed, Result, last_line, out_of_memory
+from benchmarks.levels import LEVELS, RESULTS
 from titanlite.config.errors import ConfigError
 from titanlite.models.counts import count_parameters, flops_per_token
 from titanlite.resolve.load import load_config
@@ -31,7 +32,6 @@ MFU_FORMULA = (
 )
 #: The level that float8 is set against: bf16, compiled.
 REFERENCE = "compile"
-LEVELS = ("default", "compile", "float8", "float8-all-gather")
 #: Ladders that are begun with fewer and fewer blocks when a level runs out of memory.
 TRIES = 4
 #: Of the peak, for the time that is told before a ladder.
@@ -99,7 +99,7 @@ def climb(bench: Bench, name: str) -> Result:
         print(f"{name}: {problems[-1]}; again with {layers - 2} blocks", flush=True)
         layers -= 2
         keep_layers(bench, name, layers)
-    state = out / "benchmark.json"
+    state = out / RESULTS
     if not state.exists():
         raise Failed("; ".join(problems) or f"no {state}")
     ladder = json.loads(state.read_text())
@@ -165,11 +165,11 @@ def ladder_command(
     out: Path,
     skip: Sequence[str],
 ) -> list[str]:
-    """`titanlite benchmark` on one rank."""
+    """The levels on one rank."""
     steps, warmup = (6, 2) if bench.short else (setting.steps, setting.warmup)
     return [
-        *(sys.executable, "-m", "titanlite.cli.main", "benchmark", str(CONFIGS / setting.config)),
-        *("--ranks", "1", "--out", str(out), "--steps", str(steps), "--warmup", str(warmup)),
+        *(sys.executable, "-m", "benchmarks.levels", str(CONFIGS / setting.config)),
+        *("--out", str(out), "--steps", str(steps), "--warmup", str(warmup)),
         *("--repeats", str(repeats(bench, setting))),
         *(word for level in skip for word in ("--skip", level)),
         *(f"--model.overrides.n_layers={layers}", *flags),

@@ -67,7 +67,6 @@ def grid() -> list[tuple[str, int, str]]:
             ("llama3_70b", 256, f"{_PP}4 {_TP}8 {_LAST} --training.batch_size=8"),
             ("llama3_8b", 8, "--training.dtype=bfloat16"),
             ("llama3_8b", 8, "--optimizer.name=AnyPrecisionAdamW --optimizer.kahan"),
-            ("llama3_8b", 8, "--optimizer.name=AdamW8bit"),
             ("llama3_8b", 8, "--optimizer.name=Muon"),
             ("llama3_8b", 8, "--optimizer.implementation=foreach"),
             ("llama3_8b", 8, "--optimizer.early_step_in_backward --training.max_norm=1e9"),

@@ -47,7 +47,6 @@ SETTINGS = (
 REMEDIES = {
     "": (),
     "loss in 8 chunks": ("--training.loss_chunks=8",),
-    "AdamW8bit": ("--training.loss_chunks=8", "--optimizer.name=AdamW8bit"),
     "bf16 weights and states, Kahan": (
         *(
             "--training.loss_chunks=8",

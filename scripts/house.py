@@ -230,12 +230,11 @@ ROOMS = (
 )
 
 
-def room_figures(source: Source) -> list[Figure]:
-    """Return the figures of the rooms: what stands directly below the package."""
+def rooms_imported(source: Source) -> Counter[tuple[str, str]]:
+    """Count the imports between rooms, lazy ones too, by the room that imports and the other."""
     library = source.library
     names = {module_name(library, path) for path in source.trees}
-    edges: dict[str, set[str]] = defaultdict(set)
-    upward = 0
+    found: Counter[tuple[str, str]] = Counter()
     for path, tree in source.trees.items():
         own = room(library, path)
         for module in imports(tree):
@@ -244,8 +243,19 @@ def room_figures(source: Source) -> list[Figure]:
                 target = target.rpartition(".")[0]
             other = target.partition(".")[0]
             if target in names and other not in ("", own):
-                edges[own].add(other)
-                upward += ROOMS.index(other) < ROOMS.index(own)
+                found[own, other] += 1
+    return found
+
+
+def room_figures(source: Source) -> list[Figure]:
+    """Return the figures of the rooms: what stands directly below the package."""
+    library = source.library
+    imported = rooms_imported(source)
+    edges: dict[str, set[str]] = defaultdict(set)
+    upward = 0
+    for (own, other), count in imported.items():
+        edges[own].add(other)
+        upward += count * (ROOMS.index(other) < ROOMS.index(own))
     rings = [name for name in edges if name in reachable(edges, name)]
     apart = sum(
         tokens_of(text) for path, text in source.texts.items() if room(library, path) == "contrib"

@@ -21,7 +21,6 @@ OURS = {
         "sweep": "titanlite.contrib.lab.sweep:add_command",
         "ladder": "titanlite.contrib.lab.ladder.command:add_command",
         "mup": "titanlite.contrib.lab.mup.command:add_commands",
-        "benchmark": "titanlite.contrib.lab.benchmark:add_command",
         "push": "titanlite.contrib.hub.command:add_command",
     },
     "features": {

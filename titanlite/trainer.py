@@ -14,7 +14,7 @@ import torch.distributed as dist
 from titanlite import exit_codes
 from titanlite.callbacks import Callbacks, RunEnd
 from titanlite.checkpoint.errors import CheckpointError
-from titanlite.checkpoint.loaded import HELD_OUT, LEFT_OUT
+from titanlite.checkpoint.loaded import LEFT_OUT
 from titanlite.data import file_stamps
 from titanlite.data.loader import Batch, Fetched, gather_state, to_device
 from titanlite.dist.dist_env import log_once
@@ -132,12 +132,11 @@ class Trainer:
         parts.loader.on_failure = lambda error: self.stop.request(str(error))
         if parts.validation is not None and parts.validation.first and self.step == 0:
             self.owed.add("validation")
-        owed = bool(self.owed)
         self.callbacks("on_start", self)
         self.stop.at_once = False  # from here on there is something to lose
         if "validation" in self.owed:
             self.validate()
-        if owed and loaded is not None:
+        if loaded is not None:
             from titanlite.checkpoint.resume import settle
 
             settle(self)
@@ -255,8 +254,7 @@ class Trainer:
         validation_loss = None
         if self.validated is not None and self.validated[0] == self.step:
             validation_loss = self.validated[1].all.loss
-        due = saves.schedule.due(self.step, validation_loss)
-        if due or self.step == self.steps or self.stopping:
+        if saves.schedule.due(self.step) or self.step == self.steps or self.stopping:
             self.phase("save")
             self.sync_guard()
             saves.schedule.begin(self.step)
@@ -305,8 +303,6 @@ class Trainer:
             state["guard"] = statistics
         for name in self.owed:
             state[f"{name}_owed"] = True
-        if parts.validation is not None:
-            state[HELD_OUT] = parts.validation.fingerprint
         self.callbacks.add_state(self, state)
         return state
 

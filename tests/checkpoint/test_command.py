@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.checkpoints import RUN, SHARD, flip, names, train, write
+from tests.support.checkpoints import RUN, SHARD, flip, names, train
 from tests.support.pool import Pools
 from tests.support.processes import python
 from titanlite import exit_codes
 from titanlite.checkpoint import manifest as manifest_module
-from titanlite.checkpoint.manifest import REASON, parse_manifest, steps_in
+from titanlite.checkpoint.manifest import REASON, parse_manifest
 from titanlite.checkpoint.retention import begin
 from titanlite.checkpoint.store_paths import AnyPath, StorePath
 from titanlite.cli.hub.tensors import Contents, measure
@@ -193,57 +193,6 @@ def test_diff_measures_each_tensor(run: AnyPath, capsys: pytest.CaptureFixture[s
 def test_measure(a: list[float], b: list[float], found: tuple[int, float, float]) -> None:
     kind = torch.uint8 if isinstance(a[0], int) else torch.float32
     assert measure(torch.tensor(a, dtype=kind), torch.tensor(b, dtype=kind)) == pytest.approx(found)
-
-
-def test_rm_deletes_and_refuses(run: AnyPath, capsys: pytest.CaptureFixture[str]) -> None:
-    """Refused are what is pinned, may be a save under way, or would leave no good checkpoint
-    behind.
-    """
-    root = run / "checkpoint"
-    size = human_bytes(_size(root / "step-2"))
-    (root / "step-2" / "KEEP").write_bytes(b"")
-    (begin(root, 6) / "shard").write_bytes(SHARD)
-    mark = root / next(name for name in names(root) if name.startswith(".partial-"))
-    for path, why in (
-        (root / "step-2", "is valid, pinned"),
-        (mark, "is partial"),
-        (root, "no folder of a checkpoint"),
-    ):
-        assert why in _lines(capsys, "rm", path, code=exit_codes.CHECKPOINT)[0]
-    assert steps_in(root) == [2, 4]
-    (root / "step-2" / "KEEP").unlink()
-    lines = _lines(capsys, "rm", root / "step-2", root / "step-4", code=exit_codes.CHECKPOINT)
-    assert "would be left without a valid checkpoint" in lines[0]
-    assert "--force" in lines[0]
-    if isinstance(root, Path):
-        beside = root.parent / "other" / ".." / "checkpoint" / "step-4"
-        lines = _lines(capsys, "rm", root / "step-2", beside, code=exit_codes.CHECKPOINT)
-        assert "would be left without a valid checkpoint" in lines[0], "one folder by two paths"
-    shard = root / "step-4" / "__1_0.distcp"
-    shard.write_bytes(shard.read_bytes() + b"x")
-    lines = _lines(capsys, "rm", root / "step-2", code=exit_codes.CHECKPOINT)
-    assert "without a valid checkpoint" in lines[0]
-    assert steps_in(root) == [2, 4]
-    assert _lines(capsys, "rm", root / "step-4")[-1] == f"{size} freed", (
-        "the damaged one may go: 2 is good"
-    )
-    assert steps_in(root) == [2]
-    _lines(capsys, "rm", root / "step-2", mark, "--force")
-    assert names(root) == []
-
-
-def test_rm_frees_a_full_disk(tmp_path: Path) -> None:
-    write(tmp_path, 1, 2)
-    code = (
-        "import resource, sys\nfrom pathlib import Path\n"
-        "from titanlite.cli.checkpoint_folders import remove\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # files can be made, and none can "
-        "hold a byte\n"
-        "remove([Path(sys.argv[1])])\n"
-    )
-    done = python("-c", code, tmp_path / "step-1")
-    assert done.returncode == 0, done.stderr
-    assert names(tmp_path) == ["step-2"]
 
 
 def test_only_diff_needs_torch(written: Path) -> None:

@@ -4,14 +4,17 @@ stay.
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.checkpoints import MANIFEST, SHARD, names, options, write
+from tests.support.processes import python
 from titanlite.checkpoint import retention
 from titanlite.checkpoint.manifest import (
     REASON,
@@ -25,7 +28,6 @@ from titanlite.checkpoint.retention import (
     begin,
     clear_leftovers,
     delete,
-    is_pinned,
     leftovers,
     pinned,
     prune,
@@ -33,9 +35,8 @@ from titanlite.checkpoint.retention import (
     quarantine,
     unpublish,
 )
-from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.checkpoint.store_paths import AnyPath, StorePath
-from titanlite.cli.checkpoint_folders import list_checkpoints, remove
+from titanlite.cli.checkpoint_folders import list_checkpoints
 
 
 def _pruned(
@@ -234,41 +235,45 @@ def test_only_valid_ones_of_this_run_count_and_go(root: AnyPath) -> None:
     )
 
 
+_READER = """
+import os, signal, sys
+from titanlite.checkpoint.retention import pinned
+from titanlite.checkpoint.store_paths import to_path
+with pinned(to_path(sys.argv[1])):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 def test_a_pin_keeps_a_checkpoint_while_it_is_read_and_one_of_the_user_stays(
     root: AnyPath,
 ) -> None:
     write(root, 1, 2, 3)
+    (root / "step-2" / "KEEP").write_bytes(b"")
     with pinned(root / "step-1"):
-        assert _pruned(root, 3, keep_latest_k=2) == [1, 2, 3]
-        with pytest.raises(CheckpointError, match="is valid, pinned"):
-            remove([root / "step-1"])
         with pinned(root / "step-1"):
             pass
-        assert is_pinned(root / "step-1")
-    assert _pruned(root, 3, keep_latest_k=2) == [2, 3]
-    (root / "step-2" / "KEEP").write_bytes(b"")
-    with pinned(root / "step-2"):
-        pass
+        assert _pruned(root, 3, keep_latest_k=2) == [1, 2, 3]
     write(root, 4)
     assert _pruned(root, 4, keep_latest_k=2) == [2, 3, 4]
-    remove([root / "step-2"], force=True)
-    assert steps_in(root) == [3, 4]
+
+
+def test_the_pin_of_a_reader_that_was_killed_ends_with_its_day(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2, 3)
+    assert python("-c", _READER, tmp_path / "step-1").returncode == -signal.SIGKILL
+    assert _pruned(tmp_path, 3, keep_latest_k=2) == [1, 2, 3]
+    (pin,) = (tmp_path / "step-1").glob(".reading-*")
+    os.utime(pin, (0, time.time() - 90_000))
+    assert _pruned(tmp_path, 3, keep_latest_k=2) == [2, 3]
 
 
 def test_of_a_link_the_link_goes(tmp_path: Path) -> None:
     root = tmp_path / "run"
     elsewhere = tmp_path / "elsewhere"
     write(root, 1, 2, 3)
-    for go in (lambda: remove([root / "step-1"]), lambda: _pruned(root, 3, keep_latest_k=2)):
-        if not elsewhere.exists():
-            (root / "step-1").rename(elsewhere)
-        (root / "step-1").symlink_to(elsewhere)
-        go()
-        assert names(root) == ["step-2", "step-3"]
-        assert names(elsewhere) == [
-            "manifest.json",
-            "shard",
-        ]
+    (root / "step-1").rename(elsewhere)
+    (root / "step-1").symlink_to(elsewhere)
+    assert _pruned(root, 3, keep_latest_k=2) == [2, 3]
+    assert names(elsewhere) == ["manifest.json", "shard"]
 
 
 def test_the_last_that_is_known_to_be_good_stays(root: AnyPath) -> None:
@@ -299,45 +304,6 @@ def test_milestones_stay(tmp_path: Path) -> None:
         20,
     ]
     assert _pruned(tmp_path, 20, keep_latest_k=2, milestones=[4, 100]) == [4, 19, 20]
-
-
-def test_the_best_by_validation_stay(root: AnyPath) -> None:
-    for step, loss in enumerate([5.0, 3.0, 4.0, 2.0, None, 3.0, 9.0], start=1):
-        write(root, step, validation_loss=loss)
-    write(root, 8, validation_loss=0.1, fingerprints={"model": "another"})
-    write(root, 9)
-    (root / "step-4" / "shard").unlink()  # the lowest, but nobody can load it
-    assert _pruned(root, 9, keep_latest_k=2, keep_best=2) == [2, 6, 7, 8, 9], (
-        "of equal ones both have a place here"
-    )
-    assert _pruned(root, 9, keep_latest_k=2, keep_best=1) == [2, 7, 8, 9], (
-        "of equal ones the earlier"
-    )
-
-
-def test_losses_on_another_held_out_text_are_not_compared(tmp_path: Path) -> None:
-    """The best on each text stay; a version that noted no text is one more."""
-    for step, text, loss in (
-        (1, None, 1.5),
-        (2, "a", 2.0),
-        (3, "a", 1.0),
-        (4, "b", 7.0),
-        (5, "b", 6.0),
-        (6, "b", 8.0),
-    ):
-        train = {**MANIFEST.train, **({} if text is None else {"held_out": text})}
-        write(tmp_path, step, validation_loss=loss, train=train)
-    assert _pruned(tmp_path, 6, keep_latest_k=1, keep_best=1) == [1, 3, 5, 6]
-    for text, loss, due in (
-        ("b", 6.5, False),
-        ("b", 5.5, True),
-        ("a", 5.5, False),
-        ("c", 99.0, True),
-    ):
-        world: Any = SimpleNamespace(rank=0, broadcast=lambda value: value)
-        section = options(tmp_path, keep_latest_k=1, keep_best=1, interval=1000)
-        schedule = SaveSchedule(section, world, MANIFEST.fingerprints, held_out=text)
-        assert schedule.due(7, loss) is due, text
 
 
 def test_weights_alone_take_no_place_and_stay(tmp_path: Path) -> None:

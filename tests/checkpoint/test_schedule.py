@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tests.support.checkpoints import options, write
 from tests.support.pool import Pools
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.sections import Checkpoint
@@ -18,7 +16,6 @@ def _ask(
     world: DistEnv,
     config: Checkpoint,
     seconds: Sequence[float],
-    losses: dict[int, float] | None = None,
     steps: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """A step for each entry of `seconds`, which it takes on rank 0; on others time stands still."""
@@ -35,7 +32,7 @@ def _ask(
         due = []
         for step, took in zip(steps or range(1, len(seconds) + 1), seconds, strict=False):
             now[0] += took if world.rank == 0 else 0.0
-            if schedule.due(step, (losses or {}).get(step)):
+            if schedule.due(step):
                 schedule.begin(step)
                 due.append((step, now[0]))
     return {"due": [step for step, _ in due], "times": [time for _, time in due], "met": met}
@@ -74,19 +71,3 @@ def test_the_pace_may_change(pool: Pools) -> None:
     config = Checkpoint(interval=50, interval_type="seconds")
     (found, _) = pool(2).run(_ask, config, [1.0] * 160, steps=[*range(1, 60), *range(20, 120)])
     assert found["times"] == [51, 101, 151]
-
-
-def test_a_loss_among_the_lowest_of_this_run_is_saved(pool: Pools, tmp_path: Path) -> None:
-    for step, loss in ((10, 5.0), (20, 4.0)):
-        write(tmp_path, step, validation_loss=loss)
-    write(tmp_path, 30, validation_loss=1.0, weights_only=True)
-    losses = {2: 6.0, 4: 5.0, 6: 4.5, 8: float("nan"), 10: 4.0, 12: 3.0}
-    for found in pool(2).run(
-        _ask, options(tmp_path, interval=1000, keep_best=2), [1.0] * 13, losses
-    ):
-        # Nothing is saved here, so it is always 5.0 and 4.0 that are to be beaten.
-        assert found["due"] == [6, 10, 12]
-        assert found["met"] == [2, 4, 6, 8, 10, 12]
-    assert pool(2).run(_ask, options(tmp_path, interval=1000, keep_best=3), [1.0] * 3, losses)[0][
-        "due"
-    ] == [2]

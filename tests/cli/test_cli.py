@@ -106,6 +106,7 @@ def test_options_stand_before_and_behind_the_words(capsys: pytest.CaptureFixture
             ),
         ),
         ("lr debug_model.toml", "`titanlite lr` is gone: `titanlite config check`"),
+        ("benchmark x.toml", "`titanlite benchmark` is gone: `titanlite sweep`"),
         ("drill x.toml", "`titanlite drill` is gone: its faults are played by the tests"),
         ("help train", "`titanlite help` is gone: `titanlite COMMAND --help`"),
         (
@@ -139,12 +140,9 @@ def test_what_is_gone_is_no_option_or_choice_of_its_command() -> None:
         assert last not in known
 
 
-@pytest.mark.parametrize("option", ["--compare", "--attempts"])
-def test_json_is_refused_with_what_prints_none(
-    option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_refused_with_what_prints_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--json: is for the list of runs" in printed(
-        capsys, "runs", "x", option, "--json", code=exit_codes.CONFIG
+        capsys, "runs", "x", "--attempts", "--json", code=exit_codes.CONFIG
     )
 
 
@@ -153,9 +151,9 @@ def test_json_is_refused_with_what_prints_none(
     [
         ("runs --jsn", "titanlite runs [-h]", "unknown option --jsn: the nearest is --json"),
         (
-            "checkpoint rm step-1 --forse",
-            "titanlite checkpoint rm [-h]",
-            "unknown option --forse: the nearest is --force",
+            "checkpoint rm step-1 --force",
+            "titanlite checkpoint [-h]",
+            "`titanlite checkpoint rm` is gone: delete the folder step-N",
         ),
         (
             "config check --stict debug_model.toml",
@@ -235,7 +233,6 @@ WITHOUT_TORCH = {
         exit_codes.CONFIG,
         "nowhere.txt does not exist",
     ),
-    "benchmark nowhere.toml": (exit_codes.CONFIG, 'no file "nowhere.toml"'),
 }
 
 

@@ -5,6 +5,7 @@ is.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from tests.support.pool import Pools
 from tests.support.processes import ROOT, python, titanlite
 from tests.support.texts import write_texts
 from tests.support.whole_runs import train_run
+from titanlite import doors
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.cli.checkpoint_folders import checkpoint_of
 from titanlite.cli.eval_losses import config_of, read_texts
@@ -122,12 +124,52 @@ def test_ranks_of_torchrun_measure_together_and_one_prints_the_table(
     assert rows[-1].split()[1] == f"{trained[1]['validation_loss']:.4f}"
 
 
-def test_a_kept_config_with_keys_that_are_gone_is_evaluated(tmp_path: Path) -> None:
-    toml = "float8.drift_check = 5\ntraining.fsdp_units = 'size'\ntraining.fsdp_min_params = 9\n"
-    toml += "sample.prompts = ['a']\nsample.freq = 2\ncheckpoint.hub_private = false\n"
-    toml += "launch.role = 'arn'\nlaunch.channels = {a = 's3://b'}\n"
+KEPT = """
+float8.drift_check = 5
+training.fsdp_units = 'size'
+training.fsdp_min_params = 9
+data.record = {text = 'a'}
+sample.freq = 2
+launch.system = 'sagemaker'
+stall.deadline_seconds = 'a day'
+lr_scheduler.min_lr = 9
+eval.include_path = 'tasks'
+checkpoint.hub = 'ada/tiny'
+checkpoint.local_folder = '/nvme'
+[noise]
+scale = 1
+"""
+
+
+def test_a_kept_config_of_another_version_is_evaluated_with_one_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors, "lack", lambda place: "is not here" if "contrib" in place else "")
+    manifest: Any = SimpleNamespace(config={"toml": KEPT})
+    run = config_of(tmp_path, manifest, None, [], 1)
+    assert (run.training.fsdp_units, run.launch.system) == ("block", "")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert set(line.rpartition(": ")[2].split(", ")) == {
+        *("float8.drift_check", "training.fsdp_min_params", "data.record", "sample.freq"),
+        *("launch.system", "stall.deadline_seconds", "[noise]"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("toml", "flags", "wrong"),
+    [
+        ("model.norm_kind = 'a'", [], "model.norm_kind"),
+        ("training.seq_len = 'a'", [], "training.seq_len"),
+        ("", ["--launch.system=sagemaker"], "launch.system"),
+        ("[model", [], "broken TOML"),
+    ],
+)
+def test_what_decides_about_the_losses_and_the_users_flags_must_be_right(
+    tmp_path: Path, toml: str, flags: list[str], wrong: str
+) -> None:
     manifest: Any = SimpleNamespace(config={"toml": toml})
-    assert config_of(tmp_path, manifest, None, [], 1).training.fsdp_units == "block"
+    with pytest.raises(ConfigError, match=re.escape(wrong)):
+        config_of(tmp_path, manifest, None, flags, 1)
 
 
 def test_weights_of_another_tokenizer_are_refused(trained: tuple[Path, dict[str, Any]]) -> None:

@@ -55,7 +55,6 @@ SHOWS = {
     "checkpoint ls": (["{run}"], exit_codes.DONE),
     "checkpoint verify": (["{step}"], exit_codes.DONE),
     "checkpoint diff": (["{step}", "{step}"], exit_codes.DONE),
-    "checkpoint rm": (["{step}"], exit_codes.CHECKPOINT),
     "runs": (["{run}"], exit_codes.DONE),
 }
 #: Commands that take the model's family from the manifest.
@@ -82,14 +81,12 @@ REASONS = {
     "config explain": OWN,
     "config show": OWN,
     "config schema": "reads no file",
-    "config template": "reads no file",
     "data peek": OWN,
     "data verify": "reads numbers; an index that names files elsewhere: tests/data/test_token_integrity.py",  # noqa: E501
     "data prepare": (
         "reads texts; test_a_chain_of_urls_is_refused, templates: "
         "test_a_template_cannot_leave_its_sandbox"
     ),
-    "benchmark": OWN,
     "sweep": OWN,
     "ladder": f"{OWN}; points are numbers",
     "mup check": OWN,

@@ -128,7 +128,7 @@ def test_settings_of_a_feature_that_is_off_are_named(capsys):
     assert idle("--data.lanes=2", "--data.streaming=false").endswith("data.lanes")
     assert idle("--data.lanes=2") == ""
     assert idle("--optimizer.name=AdamW", "--optimizer.momentum=0.9").endswith("optimizer.momentum")
-    compensation = ("--optimizer.name=AdamW8bit", "--optimizer.compensation_dtype=float32")
+    compensation = ("--optimizer.name=AnyPrecisionAdamW", "--optimizer.compensation_dtype=float32")
     assert idle(*compensation).endswith("optimizer.compensation_dtype")
     assert idle(*compensation, "--optimizer.kahan") == ""
     assert idle("--lora.adapter=a").endswith("lora.adapter")
@@ -227,7 +227,7 @@ print([name for name in heavy if name in sys.modules])
     "words",
     [
         ["check", "llama3_8b.toml"],
-        ["template", "--markdown"],
+        ["explain", "optimizer.lr"],
     ],
     ids=lambda words: words[0],
 )

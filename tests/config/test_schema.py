@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.support.processes import ROOT
-from titanlite.cli.config_pages import json_schema, schema_text
+from tests.support.scripts import load_script
+from titanlite.cli.schema import json_schema, schema_text
 from titanlite.config.aliases import ALIASES
 from titanlite.config.keys import keys
 from titanlite.config.toml import loads
@@ -25,10 +26,14 @@ def find(name: str) -> dict[str, Any]:
     return found
 
 
-def test_committed_schema_is_that_of_the_code():
+def test_the_committed_schema_and_the_page_of_all_keys_are_those_of_the_code():
     committed = (ROOT / "train_configs" / "titanlite.schema.json").read_text(encoding="utf-8")
     assert committed == schema_text(), (
         "stale: titanlite config schema > train_configs/titanlite.schema.json"
+    )
+    page = (ROOT / "docs" / "config-keys.md").read_text(encoding="utf-8")
+    assert page == load_script("config_keys").markdown() + "\n", (
+        "stale: python scripts/config_keys.py > docs/config-keys.md"
     )
 
 

@@ -69,13 +69,12 @@ def _train(world: DistEnv, run: Run, early: bool) -> dict[str, Any]:
         {"settings": GROUPS, "args": replace(TINY, n_layers=6)},
         {"args": replace(TINY, tied=True), "settings": Optimizer(implementation="fused")},
         pytest.param({"tensor": 2}, marks=pytest.mark.slow),
-        pytest.param({"replicas": 2}, marks=pytest.mark.slow),
         {
             "settings": Optimizer(name="AnyPrecisionAdamW", kahan=True),
             "training": Training(dtype="bfloat16"),
         },
     ],
-    ids=["groups", "tied", "tp", "replicas", "kahan"],
+    ids=["groups", "tied", "tp", "kahan"],
 )
 def test_the_bits_are_those_of_the_usual_step_and_gradients_of_one_group_live(
     pool: Pools, changes: dict[str, Any]
@@ -160,10 +159,6 @@ def test_what_needs_all_gradients_is_refused() -> None:
     problems = refusals([*early, *others, "--experimental.pipeline_parallel_degree=2"], 2)
     assert len(problems) == 5
     assert {p.key for p in problems} == {"optimizer.early_step_in_backward"}
-    (problem,) = refusals(
-        ["--optimizer.name=AdamW8bit", "--training.tensor_parallel_degree=16"], 16
-    )
-    assert "excludes training.tensor_parallel_degree = 16" in str(problem)
     (problem,) = refusals([*early, "--training.batch_size=4", "--training.global_batch_size=16"], 2)
     assert "a step has 2 micro-batches" in str(problem)
     assert "global_batch_size = 8" in str(problem)

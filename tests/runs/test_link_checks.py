@@ -16,7 +16,7 @@ from tests.support.processes import ROOT, titanlite
 from titanlite import exit_codes
 from titanlite.assembly.folders import lock_folders
 from titanlite.checkpoint import retention
-from titanlite.checkpoint.manifest import PIN, REASON
+from titanlite.checkpoint.manifest import REASON
 from titanlite.checkpoint.store_paths import write_new, write_whole
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Checkpoint
@@ -162,12 +162,6 @@ def _part(link: Path) -> None:
     write_new(link.parent / "x", b"new")
 
 
-def _pin(link: Path) -> None:
-    link.rename(link.parent / f"{PIN}.part")
-    with retention.pinned(link.parent):
-        assert (link.parent / PIN).is_file()
-
-
 def _reason(link: Path) -> None:
     folder = link.parent / "step-1"
     folder.mkdir()
@@ -223,7 +217,6 @@ WRITES = {
     "whole or store": lambda link: write_whole(link, b"new"),
     "new": lambda link: new_file(link).close(),
     "new, part": _part,
-    "pin": _pin,
     "reason": _reason,
     "reason of a linked step": _reason_of_a_linked_step,
     "config": _config,

@@ -62,7 +62,6 @@ OFF = [
     "checkpoint/schedule",
     "checkpoint/storage",
     "data/chat",
-    "data/chat_worker",
     "data/mixtures",
     "data/text_function",
     "data/phases",
@@ -104,7 +103,6 @@ OFF = [
     "assembly/phase_resize",
     "assembly/saves",
     "cli",
-    "metrics/document_log",
     "models/generate",
     "regularized_loss",
     "checkpoint/resume",
@@ -194,3 +192,10 @@ def test_the_page_lists_the_rooms_in_their_order(house: Any) -> None:
     listed = [name for name in named if name in house.ROOMS]
     # The two that the package itself has import all of it.
     assert listed[: len(house.ROOMS) - 2] == [name for name in house.ROOMS if "__" not in name]
+
+
+def test_the_picture_of_the_rooms_shows_the_imports_of_today(monkeypatch: Any) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    drawn = (ROOT / "docs" / "images" / "rooms.svg").read_text(encoding="utf-8")
+    again = "python scripts/rooms_picture.py docs/images/rooms.svg"
+    assert drawn == load_script("rooms_picture").picture(ROOT), again

@@ -356,7 +356,6 @@ def test_an_older_version_s_checkpoint_of_such_weights_is_passed_over(
     assert (found["step"], found["error"]) == (8, "")
     (passed,) = [line for line in found["said"] if line.startswith("passed over")]
     assert passed.startswith(f"passed over: {why}")
-    assert f"`titanlite checkpoint rm {root}/step-4`" in passed
     assert any("resumed from step 2" in line for line in found["said"])
     contents = Contents(root / "step-4")
     assert all(contents.read(name).isfinite().all() for name in contents.manifest.tensors), (

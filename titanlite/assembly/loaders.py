@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -71,26 +69,16 @@ def build_loaders(
 
 def build_validation(run: RunConfig, mesh: DeviceMesh, texts: Mapping[str, Rows]) -> ValidationSet:
     """Build this rank's part of the held-out texts, see `read_held_out`."""
-    from titanlite.data.validation_loader import SequenceParts, ValidationLoader
+    from titanlite.data.validation_loader import ValidationLoader
 
     section = run.validation
     rank, ranks = data_parallel_rank(mesh), run.mesh.dp_degree
     size = section.batch_size or run.batch.micro_batch_size
     loaders = {}
-    measured = []
     for name, rows in texts.items():
         passes: PassLoader = ValidationLoader(rows, size, section.steps, rank, ranks)
-        if section.parts is not None:
-            passes = SequenceParts(passes, section.parts)
         loaders[name] = _divided(run, mesh, passes)
-        # A part of the text depends on the size of a batch over all ranks; all of it does not.
-        part = None if section.steps == -1 else section.steps * size * ranks
-        measured.append([name, rows.fingerprint, rows.settings, part])
-    content = json.dumps([measured, section.ema], sort_keys=True, default=str)
-    fingerprint = f"sha256:{hashlib.sha256(content.encode()).hexdigest()}"
-    return ValidationSet(
-        loaders, section.freq, section.first, fingerprint=fingerprint, parts=section.parts or 1
-    )
+    return ValidationSet(loaders, section.freq, section.first)
 
 
 def data_parallel_rank(mesh: DeviceMesh) -> int:

@@ -20,7 +20,6 @@ from titanlite.utils import public
 
 if TYPE_CHECKING:
     from titanlite.features.ema.average import WeightAverage
-    from titanlite.validation import ValidationSet
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,6 @@ def build_saves(
     world: DistEnv,
     args: Any,
     datasets: Datasets,
-    validation: ValidationSet | None,
     average: WeightAverage | None,
 ) -> SaveParts:
     """Build what saves a run and the weights' average. All ranks call it together.
@@ -64,12 +62,11 @@ def build_saves(
         base = lora.base(run, world, args, prints, about).load
         section = lora.checkpoint(section)
     saver, schedule = Checkpointer, SaveSchedule
-    held_out = "" if validation is None else validation.fingerprint
     local = run.features.local_saves
     if local is not None:
         saver, schedule = local.parts()
     checkpointer = saver(section, world, prints, about, files, averages=averages, base=base)
-    return SaveParts(checkpointer, schedule(section, world, prints, held_out=held_out))
+    return SaveParts(checkpointer, schedule(section, world))
 
 
 def _check_hf_form(run: RunConfig, args: Any) -> None:

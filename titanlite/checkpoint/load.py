@@ -313,6 +313,4 @@ def _not_finite(candidate: Candidate, tensors: Tensors) -> str | None:
     if not where:
         return None
     problem = f"{candidate.folder} holds values that are not finite ({where}): no run can use it"
-    if candidate.is_foreign:
-        return problem
-    return f"{problem}: `titanlite checkpoint rm {candidate.folder}` deletes it"
+    return problem if candidate.is_foreign else f"{problem}: delete that folder"

@@ -23,8 +23,6 @@ AVERAGE = "ema."
 EXPERT_BIAS = (".expert_bias", ".e_score_correction_bias")
 #: Entry of the train state: the value of `exclude_from_loading` when the checkpoint was written.
 LEFT_OUT = "left_out"
-#: Entry of the train state: hash of the held-out text that `validation_loss` was measured on.
-HELD_OUT = "held_out"
 #: Entry of the train state: what `checkpoint.verify_resume` compares after a resume.
 RESUME = "resume"
 

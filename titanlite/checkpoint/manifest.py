@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 from titanlite.checkpoint.errors import CheckpointError as CheckpointError
 from titanlite.checkpoint.errors import NewerFormatError as NewerFormatError
 from titanlite.checkpoint.hf_files import is_torchtitan
-from titanlite.checkpoint.loaded import HELD_OUT
 from titanlite.checkpoint.store_paths import AnyPath, StoreError, entries, files_in
 from titanlite.config.urls import public_names
 from titanlite.utils import human_bytes
@@ -117,11 +116,6 @@ class Manifest:
     def size(self) -> int:
         """Bytes of its files, without the manifest."""
         return sum(self.files.values())
-
-    @property
-    def held_out(self) -> str:
-        """Hash of the text that `validation_loss` was measured on; "": unknown."""
-        return str(self.train.get(HELD_OUT, ""))
 
     def can_be_resumed_by(self, fingerprints: Mapping[str, str] | None) -> bool:
         return not self.weights_only and (fingerprints is None or self.fingerprints == fingerprints)

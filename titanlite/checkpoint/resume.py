@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -19,6 +20,7 @@ from titanlite.data.skip_ranges import skip_to
 from titanlite.data.state import StateError, check_loader
 from titanlite.data.step_sizes import Progress
 from titanlite.optim.bad_step_errors import BadStepError
+from titanlite.runs.jsonl import FILE, read_metrics
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ _STATE = {
     "guard": _Guard,
     RESUME: dict[str, Any],
 }
+#: Name of what a run may owe → a figure that metrics.jsonl has once it is done.
+_FIGURES = {"validation": "validation_loss", "tasks": "eval_seconds"}
 _ONLY_WEIGHTS = (
     "Only its weights can be used: name it as checkpoint.initial_load_path of another run"
 )
@@ -58,7 +62,21 @@ def begin_from(trainer: Trainer, loaded: LoadedState) -> None:
         able = {callback.owes for callback in trainer.parts.callbacks}
         if trainer.parts.validation is not None:
             able.add("validation")
-        trainer.owed |= {name for name in able if loaded.train.get(f"{name}_owed")}
+        owed = {name for name in able if loaded.train.get(f"{name}_owed")}
+        if owed:
+            # An earlier start from this checkpoint may have done it.
+            owed -= trainer.parts.world.broadcast(_measured(trainer))
+        trainer.owed |= owed
+
+
+def _measured(trainer: Trainer) -> set[str]:
+    """Return what metrics.jsonl has of the step, by the names of what a run may owe."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for row in read_metrics(Path(trainer.parts.run.job.dump_folder) / FILE):
+            if row.get("step") == trainer.step:
+                found |= {name for name, figure in _FIGURES.items() if figure in row}
+    return found
 
 
 def settle(trainer: Trainer) -> None:

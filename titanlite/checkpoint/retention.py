@@ -5,7 +5,7 @@ A save marks the folder `step-N`, writes all files into it, and the manifest las
 and removes the manifest (`unpublish`, `delete`). So a process killed at any moment leaves a whole
 checkpoint, or a leftover for the next start or save. One rank does all this.
 
-A user pins a checkpoint by a file KEEP: no run deletes it.
+A user pins a checkpoint by a file KEEP: no run deletes it. A reader pins it by `pinned`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from titanlite.checkpoint.store_paths import (
     StorePath,
     copy_folder,
     entries,
+    files_in,
     remove_folder,
     sync_folder,
     write_new,
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 
 #: Seconds that a save waits for the deletion of leftovers.
 _SETTLE_SECONDS = 300.0
+#: How the name of a reader's pin begins, and the seconds that it counts.
+_READING, _READ_SECONDS = ".reading-", 86_400.0
 
 
 def clear_leftovers(root: AnyPath, step: int, deleter: Deleter) -> None:
@@ -142,26 +145,25 @@ def unpublish(folder: AnyPath) -> AnyPath:
 
 
 def is_pinned(folder: AnyPath) -> bool:
-    """Return whether a folder holds something named KEEP."""
+    """Return whether a folder holds something named KEEP, or a reader began lately."""
+    since = time.time() - _READ_SECONDS
+    for name, file in files_in(folder).items():
+        if name.startswith(_READING) and file.st_mtime > since:
+            return True
     return PIN in entries(folder)
 
 
 @contextmanager
 def pinned(folder: AnyPath) -> Iterator[None]:
-    """Pin a checkpoint in the block, unless it is pinned or cannot be written to."""
-    pin = folder / PIN
-    is_ours = False
+    """Pin a checkpoint in the block, if it can be written to; a killed reader pins it for a day."""
+    pin = folder / f"{_READING}{uuid.uuid4().hex}"
     with suppress(OSError):
-        # A store takes the same bytes for the answer to a lost request of ours.
-        about = "titanlite reads this checkpoint, and removes this file afterwards"
-        write_new(pin, f"{about} ({uuid.uuid4().hex})\n".encode())
-        is_ours = True
+        write_new(pin, b"")
     try:
         yield
     finally:
-        if is_ours:
-            with suppress(OSError):
-                pin.unlink(missing_ok=True)
+        with suppress(OSError):
+            pin.unlink(missing_ok=True)
 
 
 def leftovers(root: AnyPath) -> list[AnyPath]:
@@ -269,8 +271,8 @@ def prune(
 
     Only checkpoints of this run (by `fingerprints`, None: any) up to that step count, and only such
     go. Damaged ones take no place among the latest. These stay: the latest `keep_latest_k` (0:
-    all), multiples of `keep_every`, milestones, the `keep_best` of lowest loss on each held-out
-    text, and `keep`. So do pinned ones, those of weights only, and folders without a good manifest.
+    all), multiples of `keep_every`, milestones, and `keep`. So do pinned ones, those of weights
+    only, and folders without a good manifest.
 
     The last one whose weights are known to give a finite loss stays. That is the newest if its loss
     was measured, else the one before it, which the steps since then have shown.
@@ -287,7 +289,7 @@ def prune(
         latest = max(latest, 2)
     older = [step for step in steps_in(root) if step < newest and step not in known_bad]
     counted = {newest: head, **_resumable(root, older, latest - 1, fingerprints)}
-    stay = {*keep, *sorted(counted)[-latest:], *_best(root, counted, config.keep_best)}
+    stay = {*keep, *sorted(counted)[-latest:]}
     marks = []
     for step in sorted(counted.keys() - stay):
         folder = step_folder(root, step)
@@ -311,19 +313,3 @@ def _resumable(
             if manifest.can_be_resumed_by(fingerprints):
                 found[step] = manifest
     return found
-
-
-def _best(root: AnyPath, valid: Mapping[int, Manifest], count: int) -> set[int]:
-    """Return the `count` steps of lowest loss on each held-out text, of equal losses the
-    earlier.
-    """
-    losses = []
-    for step, manifest in valid.items():
-        if manifest.validation_loss is not None:
-            losses.append((manifest.validation_loss, step))
-    best: dict[str, list[int]] = {}
-    for _, step in sorted(losses):
-        found = best.setdefault(valid[step].held_out, [])
-        if len(found) < count and not fault_of(step_folder(root, step)):
-            found.append(step)
-    return {step for found in best.values() for step in found}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,8 +35,6 @@ _FAMILIES = {
     "qwen3": False,
     "qwen3_moe": False,
     "deepseek_v3": False,
-    "llama4": False,
-    "gpt_oss": False,
 }
 #: Prefix of names of weights in 0.1 and before.
 _PREFIX = "model."
@@ -51,17 +48,6 @@ _RENAMED = {
     ".moe.shared_experts.": ".feed_forward.shared.",
     ".moe.": ".feed_forward.",
 }
-#: Families whose experts are stacks as those of transformers: their name → ours, and whether
-#: rows and columns change places.
-_STACKS = {
-    "llama4": {"w1": ("gate_up", True), "w3": ("gate_up", True), "w2": ("down", True)},
-    "gpt_oss": {
-        "mlp1_weight": ("gate_up", True),
-        "mlp1_bias": ("gate_up_bias", False),
-        "mlp2_weight": ("down", True),
-        "mlp2_bias": ("down_bias", False),
-    },
-}
 
 
 def open_torchtitan(path: Path, spec: ModelSpec, args: Any) -> Weights:
@@ -72,68 +58,32 @@ def open_torchtitan(path: Path, spec: ModelSpec, args: Any) -> Weights:
     family = spec.name
     if family not in _FAMILIES:
         raise CheckpointError(
-            f"{path} is of torchtitan, whose models are {', '.join(_FAMILIES)} here: set model.name"
+            f"{path} is of torchtitan, whose models are {', '.join(_FAMILIES)} here: set "
+            "model.name. Others: torchtitan's scripts/checkpoint_conversion/convert_to_hf.py"
         )
     stored = _stored(path)
     if args.vocab_size is None and "tok_embeddings.weight" in stored:
         args = replace(args, vocab_size=stored["tok_embeddings.weight"].shape[0])
     heads = {"wq": args.n_heads, "wk": args.kv_heads} if _FAMILIES[family] else {}
     parts: dict[str, list[Part]] = {}
-    # The gates of Llama 4's experts, w1, come before w3.
-    for _, tensor in sorted(stored.items()):
-        ours, part = _our_part(tensor, family, heads)
-        if _is_idle(part, args):
+    for name, part in stored.items():
+        is_bias = name.endswith(".expert_bias") and not getattr(args, "expert_bias", False)
+        # torchtitan's Qwen3 has one, at 0.
+        if is_bias and not part.whole().any():
             continue
-        before = parts.setdefault(ours, [])
-        at = sum(one.shape[-1] for one in before)
-        before.append(part.at(*(0 for _ in part.shape[1:]), at) if before else part.at_start())
+        ours = name
+        for there, here in _RENAMED.items():
+            ours = ours.replace(there, here)
+        number = heads.get(name.rpartition(".")[0].rpartition(".")[2], 0)
+        # A bias stays as it is.
+        if number and len(part.shape) == 2 and part.shape[0] % (2 * number) == 0:
+            part = part.by_halves(number)
+        parts[ours] = [part.at_start()]
     head = None
     if args.tied and "tok_embeddings.weight" in parts:
         (head, *_) = parts.pop("output.weight", [None])
         parts["output.weight"] = parts["tok_embeddings.weight"]
     return Weights(path, family, args, parts, spare_head=head)
-
-
-def _our_part(part: Part, family: str, heads: Mapping[str, int]) -> tuple[str, Part]:
-    ours, is_transposed = _our_name(part.name, family)
-    if is_transposed and len(part.shape) == 3:
-        part = _transposed(part)
-    number = heads.get(part.name.rpartition(".")[0].rpartition(".")[2], 0)
-    # A bias stays as it is.
-    if number and len(part.shape) == 2 and part.shape[0] % (2 * number) == 0:
-        part = part.by_halves(number)
-    return ours, part
-
-
-def _is_idle(part: Part, args: Any) -> bool:
-    """Return whether it is a bias of experts at 0, as in torchtitan's Qwen3."""
-    if getattr(args, "expert_bias", False) or not part.name.endswith(".expert_bias"):
-        return False
-    return not part.whole().any()
-
-
-def _our_name(name: str, family: str) -> tuple[str, bool]:
-    """Return our name, and whether the tensor is transposed."""
-    ours = name
-    for there, here in _RENAMED.items():
-        ours = ours.replace(there, here)
-    if family == "gpt_oss" and ours.endswith(".sinks"):
-        return f"{ours}.weight", False
-    place, _, leaf = ours.rpartition(".")
-    if place.endswith(".experts") and leaf in _STACKS.get(family, {}):
-        leaf, is_transposed = _STACKS[family][leaf]
-        return f"{place}.{leaf}", is_transposed
-    return ours, False
-
-
-def _transposed(part: Part) -> Part:
-    *before, rows, columns = part.shape
-
-    def read(slices: Slices) -> torch.Tensor:
-        *first, ours, theirs = slices
-        return part.read((*first, theirs, ours)).mT
-
-    return replace(part, shape=(*before, columns, rows), read=read)
 
 
 # Files

@@ -1,4 +1,4 @@
-"""`titanlite checkpoint`: list, verify, compare and delete.
+"""`titanlite checkpoint`: list, verify and compare.
 
 No torch until it is needed.
 """
@@ -27,7 +27,6 @@ from titanlite.cli.checkpoint_folders import (
     VALID,
     checkpoint_of,
     list_checkpoints,
-    remove,
     verify,
 )
 from titanlite.cli.parser import Commands, add_group, add_to_group
@@ -43,12 +42,11 @@ DIFFERENT = 1
 
 def add_commands(commands: Commands) -> None:
     """Add `checkpoint` with its own commands to argparse."""
-    about = "list, verify, compare and delete checkpoints"
+    about = "list, verify and compare checkpoints"
     actions = add_group(commands, "checkpoint", about)
     _add_ls(actions)
     _add_verify(actions)
     _add_diff(actions)
-    _add_rm(actions)
 
 
 _FOLDER: dict[str, Any] = {"type": to_path, "metavar": "FOLDER"}
@@ -84,17 +82,6 @@ def _add_diff(actions: Commands) -> None:
     add = add_to_group(actions, _diff, "compare two, tensor by tensor", more, code).add
     add("left", **_ONE)
     add("right", **_ONE)
-
-
-def _add_rm(actions: Commands) -> None:
-    more = (
-        "Refused, before anything is deleted: pinned ones, saves that may be under way, and the "
-        "last valid one that a run can resume from."
-    )
-    help = "delete checkpoints and leftovers of crashes"
-    add = add_to_group(actions, _rm, help, more, _CODES).add
-    add("paths", nargs="+", **_FOLDER, help="checkpoints: .../step-N")
-    add("--force", "delete what would be refused")
 
 
 def _ls(arguments: argparse.Namespace) -> str:
@@ -148,8 +135,8 @@ def _verify(arguments: argparse.Namespace) -> Answer:
         lines.append(f"{folder}: {result} ({size}, {human_time(time.perf_counter() - started)})")
     if bad:
         lines.append(
-            f"{bad} of {len(folders)} damaged: bring the files back from a copy, or delete it with "
-            "`titanlite checkpoint rm`; a run passes over it"
+            f"{bad} of {len(folders)} damaged: bring the files back from a copy, or delete the "
+            "folder; a run passes over it"
         )
     return "\n".join(lines), exit_codes.CHECKPOINT if bad else exit_codes.DONE
 
@@ -185,11 +172,3 @@ def _row(one: TensorDifference) -> tuple[str, str, str, str, str]:
     if not one.comparable:
         return one.name, words, "", "", ""
     return one.name, words, f"{one.elements:,}", f"{one.absolute:.3g}", f"{one.relative:.3g}"
-
-
-def _rm(arguments: argparse.Namespace) -> str:
-    lines = []
-    gone = remove(arguments.paths, arguments.force)
-    for entry in gone:
-        lines.append(f"deleted {entry.folder}: {entry.description}, {human_bytes(entry.size)}")
-    return "\n".join([*lines, f"{human_bytes(sum(entry.size for entry in gone))} freed"])

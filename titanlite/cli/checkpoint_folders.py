@@ -1,14 +1,10 @@
-"""Folders of checkpoints: what is in them, which one is meant, whether its files are right. It also
-deletes checkpoints. No torch.
-"""
+"""Folders of checkpoints: what is in them, which one is meant, and whether its files are right."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from titanlite.checkpoint.errors import CheckpointError, NewerFormatError
 from titanlite.checkpoint.hf_files import holds_adapters, holds_weights
@@ -29,11 +25,9 @@ from titanlite.checkpoint.manifest import (
     step_of,
 )
 from titanlite.checkpoint.retention import (
-    delete,
     is_pinned,
     leftover_folder,
     leftovers,
-    unpublish,
 )
 from titanlite.checkpoint.store_paths import AnyPath, entries, files_in, to_path
 
@@ -63,10 +57,6 @@ class Entry:
     def step(self) -> int:
         match = re.search(r"step-(\d+)", self.folder.name)
         return int(match.group(1)) if match else -1
-
-    @property
-    def is_full(self) -> bool:
-        return self.manifest is not None and not self.manifest.weights_only
 
     @property
     def description(self) -> str:
@@ -143,44 +133,3 @@ def verify(
     except CheckpointError as error:
         return None, [str(error)]
     return manifest, check_files(folder, manifest, progress=show)
-
-
-def remove(paths: Sequence[AnyPath], force: bool = False) -> list[Entry]:
-    """Delete checkpoints and leftovers; return those that were deleted.
-
-    Raises CheckpointError, before any deletion, for what `force` overrides: pinned ones, saves that
-    may be under way, newer formats, and the last valid one of a run.
-    """
-    found = []
-    for path in dict.fromkeys(map(_absolute, paths)):
-        if not NAMES.fullmatch(path.name) or not path.exists():
-            raise CheckpointError(f"{path} is no folder of a checkpoint (step-N)")
-        found.append(inspect(path))
-    if not force:
-        _refuse_to_delete(found)
-    for entry in found:
-        is_mark = entry.folder.name.startswith((PARTIAL, DELETED))
-        delete(entry.folder if is_mark else unpublish(entry.folder))
-    return found
-
-
-def _absolute(path: AnyPath) -> AnyPath:
-    """Of a checkpoint that is a link, keep the link itself."""
-    return path.parent.resolve() / path.name if isinstance(path, Path) else path
-
-
-def _refuse_to_delete(found: Sequence[Entry]) -> None:
-    """Raises CheckpointError."""
-    for entry in found:
-        if entry.pinned or entry.state in (NEWER, PARTIAL_SAVE):
-            reason = entry.reason or f"{entry.folder} is {entry.description}"
-            raise CheckpointError(
-                f"{reason}. --force deletes it all the same: no run may be writing there"
-            )
-    going = {entry.folder for entry in found}
-    for root in {entry.folder.parent for entry in found if entry.is_full}:
-        if not any(one.is_full and one.folder not in going for one in list_checkpoints(root)):
-            raise CheckpointError(
-                f"{root} would be left without a valid checkpoint that a run can resume from: "
-                "--force deletes it all the same"
-            )

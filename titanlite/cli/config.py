@@ -24,6 +24,7 @@ from titanlite.config.loaded import LoadedConfig
 from titanlite.config.toml import quote
 from titanlite.config.unknown_keys import unknown
 from titanlite.config.unsupported_keys import UNSUPPORTED
+from titanlite.config.value_types import Section
 from titanlite.models.families import SPECS
 from titanlite.resolve.load import check_config, unnamed_tokenizer
 from titanlite.run.config import RunConfig
@@ -42,12 +43,6 @@ def add_commands(commands: Commands) -> None:
         _schema,
         "print a JSON Schema of all keys, with which editors complete and check files",
     )
-    template = add_to_group(
-        actions,
-        _template,
-        "print a TOML file with every key, its meaning and its default, as comments",
-    )
-    template.add("--markdown", "print the table of the documentation instead")
 
 
 def _add_check(actions: Commands) -> None:
@@ -93,15 +88,9 @@ def _show(arguments: argparse.Namespace) -> str:
 
 
 def _schema(arguments: argparse.Namespace) -> str:
-    from titanlite.cli.config_pages import schema_text
+    from titanlite.cli.schema import schema_text
 
     return schema_text().removesuffix("\n")
-
-
-def _template(arguments: argparse.Namespace) -> str:
-    from titanlite.cli.config_pages import markdown, template
-
-    return markdown() if arguments.markdown else template()
 
 
 # Check
@@ -266,9 +255,12 @@ def _facts(key: Key) -> Iterator[tuple[str, str]]:
         yield "also", f"{other.name} ({other.relation})"
 
 
-def _explain_section(config: LoadedConfig, name: str, style: Style) -> str:
-    from titanlite.cli.config_pages import summary
+def summary(owner: type[Section]) -> str:
+    """Return the first paragraph of a section's docstring as one line."""
+    return " ".join((owner.__doc__ or "").split("\n\n")[0].split())
 
+
+def _explain_section(config: LoadedConfig, name: str, style: Style) -> str:
     lines = [f"{style.bold(f'[{name}]')}  {summary(sections()[name])}"]
     for key in keys().values():
         if key.section != name:
@@ -278,10 +270,6 @@ def _explain_section(config: LoadedConfig, name: str, style: Style) -> str:
         lines.append(f"  {value}  {style.dim(_source(config, key))}")
         about = f"{key.description} ({key.expected}; default {quote(key.default)})"
         lines.append(style.dim(f"      {about}"))
-    if name == "mup" and config.sections.mup.base_dim:
-        from titanlite.features.mup.table import explain
-
-        lines += [f"  {line}" for line in explain(config.sections)]
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ Model, text and numbers are those of a validation in training: the same config b
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,11 +22,12 @@ from titanlite.checkpoint.store_paths import AnyPath
 from titanlite.cli.checkpoint_folders import checkpoint_of
 from titanlite.cli.run_figures import to_json
 from titanlite.config import trust
-from titanlite.config.load import read_text
+from titanlite.config.errors import Problem
+from titanlite.config.load import read, read_text
 from titanlite.dist.launch_env import read_launch_env
-from titanlite.resolve.load import check_config, resolve
+from titanlite.resolve.load import resolve
 from titanlite.run.config import RunConfig
-from titanlite.utils import Table, logger, render, require
+from titanlite.utils import Table, logger, render, require, say
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +39,9 @@ if TYPE_CHECKING:
 
 #: Seconds for the hashes of prepared tokens that were read.
 _PATIENCE = 600.0
-#: Takes from a config what only training needs, so that it may be missing here, or not fit these
-#: ranks.
+#: Sections that only training needs: what they hold may be of another version, or missing here.
+_OF_TRAINING = ("eval", "guard", "ladder", "launch", "lr_scheduler", "profiling", "stall")
+#: Takes from the other sections what only training needs.
 _NO_TRAINING = (
     "--data.phase=[]",
     "--training.dataset=c4_test",
@@ -46,7 +49,6 @@ _NO_TRAINING = (
     "--data.source=[]",
     "--data.skip_steps=[]",
     "--training.global_batch_size=-1",
-    "--lr_scheduler.unit=steps",
     "--optimizer.name=AdamW",
     "--job.callbacks=[]",
     "--metrics.enable_wandb=false",
@@ -60,20 +62,8 @@ _NO_TRAINING = (
     "--checkpoint.initial_load_model_only",
     "--checkpoint.initial_load_in_hf=false",
     "--checkpoint.create_seed_checkpoint=false",
-    # Keys of earlier versions that are gone.
-    "--float8.drift_check=0",
-    "--training.fsdp_min_params=100000000",
-    "--sample.prompts=[]",
-    "--sample.freq=500",
-    "--sample.max_tokens=64",
-    "--sample.temperature=0.0",
-    "--sample.seed=0",
-    "--checkpoint.hub_ema=false",
-    "--checkpoint.hub_private",
-    "--launch.role=",
-    "--launch.channels={}",
-    "--launch.checkpoint_s3=",
-    "--launch.spot_wait=",
+    "--checkpoint.hub=",
+    "--checkpoint.local_folder=none",
 )
 
 
@@ -94,17 +84,34 @@ def config_of(
     key = "lora.adapter" if "lora" in manifest.config else "checkpoint.initial_load_path"
     over = [*_NO_TRAINING, f"--{key}={folder}"]
     if file is not None:
-        return check_config([f"--job.config_file={file}", *over, *flags], world_size)[1]
-    toml = manifest.config.get("toml")
-    if not isinstance(toml, str):
-        raise CheckpointError(
-            f"{folder} holds no config: give one, `titanlite eval {folder} CONFIG`"
-        )
-    place = Path(str(folder / FILE))
-    # It is a folder of compiled code, which this machine can make.
-    over.append("--compile.cache_dir=none")
-    config, problems = read_text(toml, place, [*over, *flags], trust.foreign(trust_code))
+        config, problems = read([f"--job.config_file={file}", *over, *flags])
+    else:
+        toml = manifest.config.get("toml")
+        if not isinstance(toml, str):
+            raise CheckpointError(
+                f"{folder} holds no config: give one, `titanlite eval {folder} CONFIG`"
+            )
+        place = Path(str(folder / FILE))
+        # It is a folder of compiled code, which this machine can make.
+        over.append("--compile.cache_dir=none")
+        config, found = read_text(toml, place, [*over, *flags], trust.foreign(trust_code))
+        problems = [problem for problem in found if not _is_of_another_version(problem)]
+        gone = ", ".join(problem.key for problem in found if problem not in problems)
+        if gone and os.environ.get("RANK", "0") == "0":
+            say(f"warning: {place}: passed over, as this version does not take it: {gone}")
+    config = config.without(_OF_TRAINING)
     return resolve(config, world_size, problems, machine=True, texts=True)[1]
+
+
+def _is_of_another_version(problem: Problem) -> bool:
+    """Return whether a kept config has what evaluation can do without: any key but the model's."""
+    section = problem.key.strip("[]").partition(".")[0]
+    if problem.where == "command line" or section == "model":
+        return False
+    if problem.code in ("missing-package", "unknown-key", "unknown-section", "unsupported"):
+        return True
+    is_value = problem.code in ("out-of-range", "unknown-value", "wrong-type")
+    return is_value and section in _OF_TRAINING
 
 
 def evaluate_rank(arguments: argparse.Namespace) -> int:
@@ -142,15 +149,11 @@ def evaluate_rank(arguments: argparse.Namespace) -> int:
             about = {"checkpoint": str(folder), "step": manifest.step, "ranks": env.world_size}
             found = {**about, **_figures(result.all)}
             found["sources"] = {name: _figures(one) for name, one in losses.items()}
-            if result.parts:
-                found["parts"] = [_figures(one) for one in result.parts]
             print(to_json(found))
         else:
             shown = dict(losses)
             if len(losses) > 1:
                 shown["all"] = result.all
-            for number, one in enumerate(result.parts, start=1):
-                shown[f"part {number} of {len(result.parts)} of the sequence"] = one
             cells = [
                 (name, f"{one.loss:.4f}", f"{one.perplexity:.4g}", f"{one.tokens:,}")
                 for name, one in shown.items()

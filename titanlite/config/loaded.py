@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +69,20 @@ class LoadedConfig:
         sources = {**self.sources, **dict.fromkeys(changes, COMMAND_LINE)}
         claims = tuple(claim for claim in self.claims if claim.key not in changes)
         return replace(self, sections=sections, sources=sources, claims=claims)
+
+    def without(self, names: Sequence[str]) -> LoadedConfig:
+        """Return the config as if nothing were written in these sections."""
+
+        def is_kept(key: str) -> bool:
+            return key.partition(".")[0] not in names
+
+        plain = {name: sections()[name]() for name in names}
+        return replace(
+            self,
+            sections=replace_fields(self.sections, **plain),
+            sources={key: source for key, source in self.sources.items() if is_kept(key)},
+            claims=tuple(claim for claim in self.claims if is_kept(claim.key)),
+        )
 
     def source(self, key: str) -> Source:
         return self.sources.get(key, DEFAULT)

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from titanlite.config.dataset_names import BUNDLED_TOKENIZER_NAME as BUNDLED
+from titanlite.config.decays import DECAYS, IN_WORDS
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.value_types import (
     Count,
@@ -94,9 +95,9 @@ class OptimizerGroup(Section, frozen=True):
 class Optimizer(Section, frozen=True):
     """What turns gradients into updates."""
 
-    name: Annotated[
-        str, dotted_or("AdamW", "Adam", "AnyPrecisionAdamW", "AdamW8bit", "Muon", classes=True)
-    ] = "AdamW"
+    name: Annotated[str, dotted_or("AdamW", "Adam", "AnyPrecisionAdamW", "Muon", classes=True)] = (
+        "AdamW"
+    )
     """Algorithm. Or a class of optimizers, as "torch.optim.SGD", or a dotted path to a function
     that makes one (docs/library.md).
     """
@@ -134,13 +135,13 @@ class Optimizer(Section, frozen=True):
     momentum: Decay = 0.95
     """Muon: decay rate of the momentum of matrices in blocks. The other parameters take AdamW."""
     kahan: bool = False
-    """AnyPrecisionAdamW, AdamW8bit: Kahan summation of the updates."""
+    """AnyPrecisionAdamW: Kahan summation of the updates."""
     momentum_dtype: Dtype = "float32"
     """AnyPrecisionAdamW: first moment."""
     variance_dtype: Dtype = "bfloat16"
     """AnyPrecisionAdamW: second moment."""
     compensation_dtype: Dtype = "bfloat16"
-    """AnyPrecisionAdamW, AdamW8bit: the rest that Kahan summation carries over."""
+    """AnyPrecisionAdamW: the rest that Kahan summation carries over."""
 
     @property
     def peak_lr(self) -> float:
@@ -148,10 +149,6 @@ class Optimizer(Section, frozen=True):
         keep their own.
         """
         return self.lr or max((group.lr or 0.0 for group in self.groups), default=0.0)
-
-
-#: Kinds of a decay. `titanlite.optim.schedule` has the formula of each.
-DecayType = Literal["constant", "linear", "cosine", "sqrt", "exponential"]
 
 
 class LrScheduler(Section, frozen=True):
@@ -169,8 +166,11 @@ class LrScheduler(Section, frozen=True):
     """
     warmup_ratio: Ratio | None = None
     """Warm-up as a share of the schedule, instead of training.warmup_steps."""
-    decay_type: Literal[DecayType, "plateau"] = "linear"
-    """Shape of the decay; plateau: held for plateau_ratio of the run, then linear."""
+    decay_type: Annotated[
+        Literal[tuple(DECAYS)],  # type: ignore[valid-type]
+        Meta(extra={"words": IN_WORDS}),
+    ] = "linear"
+    """Shape of the decay."""
     decay_ratio: Ratio | None = None
     """Decay over the last share of the schedule only. None: from the end of the warm-up."""
     decay_steps: Count | None = None

@@ -188,8 +188,6 @@ class Checkpoint(Section, frozen=True):
     """Keep the newest k checkpoints; 0: all. Pinned ones (a file KEEP inside) stay."""
     keep_every: Natural = 0
     """With keep_latest_k, also keep each checkpoint whose step is a multiple of this; 0: none."""
-    keep_best: Natural = 0
-    """Save when the validation loss is among the keep_best lowest so far; keep those. 0: none."""
     local_folder: Location | None = None
     """Also save to this folder of each node, on its own disk or in its memory (/dev/shm), where a
     restart finds newer steps. {local_rank}: a disk for each GPU. None: no local saves.
@@ -265,8 +263,7 @@ class Compile(Section, frozen=True):
     backend: Name = "inductor"
     """Backend of torch.compile, by torch's name for it."""
     cache_dir: Location | None = None
-    """Folder of inductor's cache. None: $TORCHINDUCTOR_CACHE_DIR, else ~/.cache/titanlite/inductor.
-    """
+    """Folder of inductor's cache. None: $TORCHINDUCTOR_CACHE_DIR, else torch's in /tmp."""
 
 
 AUTO_FILTER = "auto_filter_small_kn"

@@ -1,11 +1,7 @@
-"""AdamW with a dtype per state and Kahan summation for weights in bfloat16, and AdamW with moments
-of 8 bits.
-"""
+"""AdamW with a dtype per state and Kahan summation for weights in bfloat16."""
 
 from __future__ import annotations
 
-import functools
-import math
 from typing import Any
 
 import torch
@@ -84,74 +80,4 @@ class AnyPrecisionAdamW(GatedOptimizer):
         stored = self.buffer(parameter, name, dtype)
         moved = stored.float().lerp(value, 1 - decay)
         self.store(stored, moved)
-        return moved
-
-
-#: Elements that share a scale at most; ranks that may cut a row without cutting a block; elements
-#: below which a tensor stays in float32, as do all whose rows do not divide into blocks of `_LEAST`
-#: on that many ranks.
-_BLOCK, _CUTS, _SMALL, _LEAST = 256, 8, 4096, 32
-
-
-def block_of(shape: torch.Size) -> int:
-    """Return how many neighbours in a row share a scale; 0: moments of this shape stay in
-    float32.
-    """
-    block = min(_BLOCK, math.gcd(shape[-1], _BLOCK * _CUTS) // _CUTS) if len(shape) > 1 else 0
-    return block if shape.numel() >= _SMALL and block >= _LEAST else 0
-
-
-@functools.cache
-def _levels(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the 256 values of a code, rising, and the 255 borders between them.
-
-    They are torchao's, whose import takes seconds: seven decades, each in twice the steps of that
-    below.
-    """
-    values = torch.tensor([0.0, 1.0])
-    for decade in range(7):
-        steps = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1)
-        means = 10.0 ** (decade - 6) * (steps[:-1] + steps[1:]) / 2
-        values = torch.cat([values, means, *([-means] if signed else [])])
-    values = values.sort().values.to(device)
-    return values, (values[:-1] + values[1:]) / 2
-
-
-class AdamW8bit(AnyPrecisionAdamW):
-    """AdamW whose moments are codes of 8 bits with one float32 scale for each block of a row.
-
-    After Dettmers et al., 2021, arXiv:2110.02861, in torchao's number format. Moments are sharded
-    as the weights, not flat, and checkpoints load on any mesh that cuts no block.
-    """
-
-    def __init__(self, parameters: Any, **options: Any) -> None:
-        super().__init__(parameters, variance_dtype=torch.float32, **options)
-
-    def average(
-        self,
-        parameter: torch.nn.Parameter,
-        name: str,
-        dtype: torch.dtype,
-        value: torch.Tensor,
-        decay: float,
-    ) -> torch.Tensor:
-        block = block_of(parameter.shape)
-        if not block:
-            return super().average(parameter, name, dtype, value, decay)
-        codes = self.buffer(parameter, name, torch.uint8)
-        scales = self.buffer(
-            parameter, f"{name}_scale", torch.float32, parameter.shape[-1] // block
-        )
-        signed = name == "exp_avg"
-        values, borders = _levels(signed, codes.device)
-        old = values.index_select(0, codes.flatten().int()).view(scales.shape + (block,))
-        old = old.mul_(scales.unsqueeze(-1)).view(codes.shape)
-        moved = old.lerp(value, 1 - decay)
-        blocks = moved.unflatten(-1, (scales.shape[-1], block))
-        largest = blocks.abs().amax(-1).clamp(min=1e-12)
-        nearest = torch.bucketize(
-            blocks / largest.unsqueeze(-1), borders, out_int32=True, right=True
-        )
-        self.store(codes, nearest.flatten(-2))
-        self.store(scales, largest)
         return moved

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from titanlite.dist.local_parts import local
 
@@ -18,8 +17,8 @@ class GatedOptimizer(torch.optim.Optimizer):
     parts.
     """
 
-    #: torch's protocol for gradient scalers: `step` does nothing where the tensor `found_inf` is
-    #: set, and divides gradients by the tensor `grad_scale`, if there is one.
+    #: torch's protocol for gradient scalers, of which titanlite uses a part: `step` does nothing
+    #: where the tensor `found_inf` is set.
     _step_supports_amp_scaling = True
     found_inf: torch.Tensor | None = None
 
@@ -58,8 +57,7 @@ class GatedOptimizer(torch.optim.Optimizer):
     def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Return this rank's part of a gradient in float32."""
         assert parameter.grad is not None
-        gradient, scale = local(parameter.grad).float(), getattr(self, "grad_scale", None)
-        return gradient if scale is None else gradient / scale
+        return local(parameter.grad).float()
 
     def store(self, target: torch.Tensor, value: torch.Tensor) -> None:
         """Write `value` into the local tensor `target`, in its dtype, unless this step is held
@@ -70,36 +68,9 @@ class GatedOptimizer(torch.optim.Optimizer):
             value if self.found_inf is None else torch.where(self.found_inf.bool(), target, value)
         )
 
-    def buffer(
-        self,
-        parameter: torch.nn.Parameter,
-        name: str,
-        dtype: torch.dtype,
-        columns: int | None = None,
-    ) -> torch.Tensor:
-        """Return the local part of a state tensor shaped as the parameter, of zeros at first.
-
-        columns: of its last dimension, instead of the parameter's; each rank has its share.
-        """
+    def buffer(self, parameter: torch.nn.Parameter, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return the local part of a state tensor shaped as the parameter, of zeros at first."""
         state = self.state[parameter]
         if name not in state:
             state[name] = torch.zeros_like(parameter, dtype=dtype)
-            if columns is not None:
-                state[name] = _with_columns(parameter, columns, dtype)
         return local(state[name])
-
-
-def _with_columns(parameter: torch.nn.Parameter, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros [..., columns], sharded as the parameter [..., m]; ranks have multiples of m /
-    columns of its m.
-    """
-    shape = torch.Size((*parameter.shape[:-1], columns))
-    part = local(parameter)
-    size = (*part.shape[:-1], part.shape[-1] * columns // parameter.shape[-1])
-    zeros = torch.zeros(size, dtype=dtype, device=part.device)
-    if not isinstance(parameter, DTensor):
-        return zeros
-    stride = torch.empty(shape, device="meta").stride()
-    mesh, placements = parameter.device_mesh, parameter.placements
-    whole = DTensor.from_local(zeros, mesh, placements, run_check=False, shape=shape, stride=stride)
-    return whole.to(part.device)  # `from_local` moves offloaded ones to the mesh's device

@@ -5,7 +5,6 @@ No torch here.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -28,11 +27,8 @@ def state_bytes(weight: Weight, settings: Optimizer, master: int) -> float:
         for name in (settings.momentum_dtype, settings.variance_dtype, settings.compensation_dtype)
     )
     rest *= settings.kahan
-    block = min(256, math.gcd(weight.width, 2048) // 8) if weight.width > 1 else 0
-    quantized = weight.numbers >= 4096 and block >= 32
     by_name = {
         "AnyPrecisionAdamW": momentum + variance + rest,
-        "AdamW8bit": (2 + 8 / block if quantized else 8) + rest,
         "Muon": 4 if weight.matrix else 8,
     }
     return by_name.get(settings.name, 2 * master)
@@ -44,11 +40,10 @@ def step_bytes(
     """Return a step's temporary bytes at its peak, beside gradients. index: of this shard."""
     sizes = [weight.local(index) for weight in weights]
     largest = 4 * max(sizes)
-    if settings.name in ("AnyPrecisionAdamW", "AdamW8bit"):
+    if settings.name == "AnyPrecisionAdamW":
         # In float32 and for one weight at a time: gradient's square, both averages, the change and
         # the denominator.
-        tensors = 5 if settings.name == "AnyPrecisionAdamW" else 7
-        return tensors * largest
+        return 5 * largest
     if settings.name == "Muon":
         return max(
             [_muon_bytes(weight, n) for weight, n in Counter(weights).items() if weight.matrix]

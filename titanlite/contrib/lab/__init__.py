@@ -1,4 +1,4 @@
-"""Experiments around runs: sweeps, ladders, checks of muP, benchmarks."""
+"""Experiments around runs: sweeps, ladders, checks of muP."""
 
 from __future__ import annotations
 

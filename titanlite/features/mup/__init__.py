@@ -1,8 +1,8 @@
-"""Maximal update parametrization (muP; Yang et al. 2022, arXiv:2203.03466): what titanlite knows of
-it, moment by moment.
+"""Maximal update parametrization (muP; Yang et al. 2022, arXiv:2203.03466): initial
+weights and rates of a narrow base model for a wide one.
 
     base.py      the base model       rules.py   what each parameter has beside it
-    checks.py    other keys, model    table.py   the rules in numbers, for `config explain`
+    checks.py    other keys, model
 
 The keys are `titanlite.config.sections.Mup`. No torch here: muP changes initial values, rates and
 epsilons, and no forward pass. `titanlite mup check` compares activations over widths.
@@ -66,9 +66,19 @@ class MupFeature(Feature):
     # The start report
 
     def report_rows(self, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
-        from titanlite.features.mup.table import summary
-
         yield "mup", summary(self.rules(builder.spec, builder.args))
+
+
+def summary(rules: Rules) -> str:
+    """Return what muP does to a model, in one line of the start report."""
+    rates = sorted({rules.factors(name).rate for name in rules.names()})
+    if rates == [1.0]:
+        return f"the base model itself, dim {rules.base.dim}"
+    depth = ""
+    if rules.args.n_layers != rules.base.n_layers:
+        depth = f", {rules.base.n_layers} blocks"
+    shown = ", ".join(f"{rate:.4g}" for rate in rates)
+    return f"from a base model of dim {rules.base.dim}{depth}: rates of AdamW times {shown}"
 
 
 def scales_of(rules: Rules) -> Scales:

@@ -28,7 +28,7 @@ EXCLUDES = [
         bool,
         "optimizer.name",
         is_dotted,
-        "its rules are for AdamW, Adam, AnyPrecisionAdamW, AdamW8bit and Muon",
+        "its rules are for AdamW, Adam, AnyPrecisionAdamW and Muon",
     ),
 ]
 
@@ -57,13 +57,9 @@ def problems(run: RunConfig, args: Any) -> Iterator[Problem]:
             yield Problem("model", key, message, problem.remedy)
         return
     rules = Rules(run.spec, args, base)
-    yield from _without_gain(rules)
     yield from _decayed_offsets(run, rules)
-
-
-def _without_gain(rules: Rules) -> Iterator[Problem]:
-    are_wider = head_width(rules.args) != head_width(rules.base)
-    if are_wider and getattr(rules.args, "unit_qk", False):
+    are_wider = head_width(args) != head_width(base)
+    if are_wider and getattr(args, "unit_qk", False):
         message = "scales scores by queries, and unit_qk divides these by their size"
         yield Problem(
             "conflict", KEY, message, "take heads of one width, or model.overrides.unit_qk = false"
