@@ -134,9 +134,10 @@ def _hook(modules: Mapping[str, nn.Module], kinds: dict[str, str], mesh: DeviceM
             linear = "" if cast is None else takers[0].removeprefix(f"{name}.")
             cls: Any = type(modules[name])
             modules[name].__class__ = _gathering(cls, cast, linear)
-        elif kind in ("shared", "tokens"):
-            plain = functools.partial(_plain_input, gathers=kind == "shared")
-            modules[name].register_forward_pre_hook(plain)
+        elif kind == "shared":
+            modules[name].register_forward_pre_hook(_share_input)
+        elif kind == "tokens":
+            modules[name].register_forward_pre_hook(_plain_input)
         elif kind == "embedding" or (kind == "sequence" and name == last):
             # The plain tensor is a view of a DTensor, and `fully_shard` warns of modules that
             # return views.
@@ -209,13 +210,17 @@ def _gathering(cls: type[nn.Module], cast: _Cast | None, linear: str) -> type[nn
     return Gathering
 
 
-def _plain_input(module: nn.Module, args: tuple[Any, ...], gathers: bool) -> tuple[Any, ...]:
+# Plain functions: with a hook of its own each block would be compiled again.
+def _share_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Parts of the gradient, from each rank's heads, are added up."""
     x, *others = args
-    if not gathers:
-        return (x.to_local(), *others)
     whole = x.redistribute(placements=[Replicate()])
-    # Parts of the gradient, from each rank's heads, are added up.
     return (whole.to_local(grad_placements=[Partial()]), *others)
+
+
+def _plain_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    x, *others = args
+    return (x.to_local(), *others)
 
 
 class _Placed(ParallelStyle):
