@@ -47,7 +47,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
     },
     "gpt_neox": {**_SIZES, "rotary_pct": 0.5},
-    "cohere": {**_SIZES, "logit_scale": 0.25},
 }
 #: With experts; four ranks can share the widths.
 MIXTURES: dict[str, dict[str, Any]] = {
