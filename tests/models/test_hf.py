@@ -35,7 +35,8 @@ def test_gradients_on_two_ranks_are_those_of_transformers(
 ) -> None:
     found = pool(2).run(on_ranks, flags_of(tmp_path, family), False)[0]
     expected = alone(family, found.weights, False)
-    assert max(differences(found, expected).values()) < 2e-6
+    # OPT's biases of keys have no gradient but rounding.
+    assert max(differences(found, expected).values()) < 2e-5
     args = args_from_hf(content(family))
     assert set(found.weights) == set(SPEC.hf_names(args))
     assert bool(SPEC.tied(args)) == (family in TIED)
