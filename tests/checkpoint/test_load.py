@@ -176,20 +176,6 @@ def test_the_optimizer_is_left_out_once(pool: Pools, source: Path, tmp_path: Pat
     assert any("was left out when the run" in line for line in again["loaded"].notices)
 
 
-@pytest.mark.slow
-def test_a_part_of_the_optimizer_begins_anew(pool: Pools, source: Path, tmp_path: Path) -> None:
-    part = {"initial_load_model_only": False, "exclude_from_loading": ["optimizer.*.norm.weight.*"]}
-    moments = pool(1).run(train, RUN, tmp_path, 5, 4, initial_load_path=str(source), **part)[0][
-        "state"
-    ]
-    old = Contents(source / "step-4")
-    for name, value in moments.items():
-        anew = name.startswith("norm.weight.")
-        assert (
-            not value.any() if anew else torch.equal(value, old.read(f"optimizer.state.{name}"))
-        ), name
-
-
 def _save_weights(world: DistEnv, source: Path, target: Path, dtype: str) -> None:
     model, optimizer, _ = build_tiny(world, RUN)
     reader, writer = (Checkpointer(options(folder), world, PRINTS) for folder in (source, target))
