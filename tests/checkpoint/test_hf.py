@@ -16,10 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from tests.support import s3
 from tests.support.checkpoints import PRINTS, names, options
@@ -28,11 +26,10 @@ from tests.support.harness import TINY, Run, batches, build_tiny, full
 from tests.support.hf import config_flags, train_losses, written
 from tests.support.pool import Pools
 from tests.support.whole_runs import train_run
-from titanlite.checkpoint.foreign_formats import WeightsReader, as_manifest, open_weights
-from titanlite.checkpoint.hf_save import begin_folder, save_hf
+from titanlite.checkpoint.foreign_formats import open_weights
+from titanlite.checkpoint.hf_save import begin_folder
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, last_hf_step
-from titanlite.checkpoint.storage import Save, describe, on_rank_0
 from titanlite.checkpoint.store_paths import AnyPath, StorePath
 from titanlite.cli.hub.convert import convert, open_source
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
@@ -162,53 +159,6 @@ def test_float8_is_multiplied_by_its_scales(
     assert torch.equal(weights.read("layers.0.feed_forward.w1.weight"), values)
     part = weights.parts["layers.0.feed_forward.w1.weight"][0].read((slice(40, 70), slice(9, 60)))
     assert torch.equal(part, values[40:70, 9:60])
-
-
-STACK = replace(
-    SPEC,
-    hf_names=lambda args: {"experts": tuple(f"e.{i}" for i in range(4)), "w": "w"},
-    tied=lambda args: {},
-)
-
-
-def _stacked(world: DistEnv, folder: Path, out: Path, dim: int) -> dict[str, torch.Tensor]:
-    mesh = init_device_mesh("cpu", (world.size,))
-    weights = open_weights(folder / "model.safetensors", STACK, None)
-    shapes = {"experts": (4, 6, 8), "w": (5,)}
-    empty = {
-        n: distribute_tensor(torch.zeros(s), mesh, [Shard(min(dim, len(s) - 1))])
-        for n, s in shapes.items()
-    }
-    state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in empty.items()}
-    dcp.load(state, storage_reader=WeightsReader(weights.path, as_manifest(weights), STACK, None))
-    spec = replace(STACK, hf_config=lambda args: {})
-    group = torch.distributed.group.WORLD
-    assert group is not None
-    agree: Callable[..., Any] = lambda action: on_rank_0(world, action)  # noqa: E731
-    draft = replace(as_manifest(weights), tensors=describe(state))
-    save_hf(Save(out, state, draft), (spec, None), dict, group, agree, shard_bytes=100)
-    return {
-        name: tensor.full_tensor() for name, tensor in empty.items() if isinstance(tensor, DTensor)
-    }
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_a_stack_of_experts_is_read_and_written_by_its_parts(
-    pool: Pools, tmp_path: Path, dim: int
-) -> None:
-    torch.manual_seed(3)
-    tensors = {**{f"e.{i}": torch.randn(6, 8) for i in range(4)}, "w": torch.randn(5)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    found = pool(2).run(_stacked, tmp_path, tmp_path / "out", dim)[1]
-    assert torch.equal(found["experts"], torch.stack([tensors[f"e.{i}"] for i in range(4)]))
-    assert torch.equal(found["w"], tensors["w"])
-    written = _tensors(tmp_path / "out")
-    assert written.keys() == tensors.keys()
-    assert all(torch.equal(written[n], t) for n, t in tensors.items())
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
-    whole = STACK.from_hf(tensors, None)
-    assert torch.equal(whole["experts"], found["experts"])
-    assert STACK.to_hf(whole, None).keys() == tensors.keys()
 
 
 SHARD = "model-00002-of-00003.safetensors"

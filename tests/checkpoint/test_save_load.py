@@ -282,14 +282,13 @@ def _save_thrice(
     folder: AnyPath,
     mode: str,
     damage: Callable[[AnyPath], None],
-    verify_saves: bool = True,
 ) -> list[str]:
     """Saves of steps 1, 2 and 3 where only one stays; the second is damaged when all have written.
 
     Returns results.
     """
     model, optimizer, _ = build_tiny(world, RUN)
-    config = options(folder, async_mode=mode, keep_latest_k=1, verify_saves=verify_saves)
+    config = options(folder, async_mode=mode, keep_latest_k=1)
     saver = Checkpointer(config, world, PRINTS)
     results = []
     real = HashingWriter.all_files
@@ -343,13 +342,6 @@ def test_what_changes_on_its_way_is_not_published(
     assert re.search(told, problem)
     assert names(storage.root) == ["step-3"]
     assert verify(storage.root / "step-3")[1] == []
-
-
-def test_without_verify_saves_lengths_are_compared(pool: Pools, tmp_path: Path) -> None:
-    results = pool(2).run(_save_thrice, tmp_path, "disabled", _damage, False)[0]
-    assert results == ["saved", "[1]", "saved", "[2]", "saved", "[3]"], (
-        "a load finds the damage all the same"
-    )
 
 
 def _read_back(world: DistEnv, folder: Path) -> str:

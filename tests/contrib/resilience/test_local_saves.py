@@ -21,7 +21,7 @@ from tests.support.pool import Pools
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.config.sections import Checkpoint
 from titanlite.contrib.resilience import write
-from titanlite.contrib.resilience.copies import keepers_of, places_of
+from titanlite.contrib.resilience.copies import Copies, keepers_of, places_of
 from titanlite.contrib.resilience.folder import ABOUT
 from titanlite.contrib.resilience.load import TieredChooser
 from titanlite.contrib.resilience.manager import TieredCheckpointer
@@ -233,6 +233,28 @@ def test_a_copy_that_cannot_be_kept_does_not_stop_the_save(pool: Pools, tmp_path
     found = pool(2).run(train_both, RUN, tmp_path, 2, [0, 1], 1, local_copies=1)
     assert any("no copy of the part of rank 0 is kept" in line for line in found[1]["said"])
     pool(2).run(train_both, RUN, tmp_path, 2, [0, 1], 2)
+
+
+def test_a_connection_that_breaks_in_mid_copy_ends_nothing(pool: Pools, tmp_path: Path) -> None:
+    found = pool(2).run(_train_until_a_copy_breaks, RUN, tmp_path)
+    same_end(found, straight(pool, RUN, tmp_path, 2, 7))
+    (told,) = [line for line in found[0]["said"] if "no local save was written" in line]
+    assert "step 6: " in told
+    assert parts_of(tmp_path, 1, 1, 6) == []
+    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], 7, local_copies=1)
+
+
+def _train_until_a_copy_breaks(world: DistEnv, run: Run, folder: Path) -> dict[str, Any]:
+    """Steps to 7. In the save of step 6 rank 1 loses its connection, and rank 0 waits for it."""
+    real = Copies.exchange
+
+    def breaking(copies: Copies, part: Path, written: Any, step: int, *more: Any) -> list[Path]:
+        if step == 6 and world.rank == 1:
+            raise RuntimeError("Connection reset by peer")
+        return real(copies, part, written, step, *more)
+
+    with patch.object(Copies, "exchange", breaking):
+        return train_both(world, run, folder, 7, [0, 1], async_mode="async", local_copies=1)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import contextlib
 import importlib.util
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -236,26 +236,10 @@ def fill(
 
 
 def our_logits(family: str, args: Any, read: Read, tokens: torch.Tensor) -> torch.Tensor:
-    """Return titanlite's logits [1, seq, vocab] in float32, with one block's weights in memory."""
-    spec = get_spec(family)
-    model = empty_model(spec, args)
-    empty = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
-    outside = {*empty}
-    for block in spec.block_names(args):
-        its = [name for name in empty if name.startswith(f"{block}.")]
-        outside.difference_update(its)
-
-        def enter(*_: Any, its: Sequence[str] = its) -> None:
-            fill(model, its, read)
-
-        def leave(*_: Any, its: Sequence[str] = its) -> None:
-            fill(model, its, empty.__getitem__, device="meta")
-
-        module = model.get_submodule(block)
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave)
+    """Return titanlite's logits [1, seq, vocab] in float32."""
+    model = empty_model(get_spec(family), args)
     with torch.no_grad():
-        fill(model, outside, read)
+        fill(model, list(model.state_dict()), read)
         logits: torch.Tensor = model(tokens)
     return logits.float()
 
