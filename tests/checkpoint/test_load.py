@@ -167,12 +167,11 @@ def test_the_optimizer_is_left_out_once(pool: Pools, source: Path, tmp_path: Pat
     folder = shutil.copytree(source, tmp_path / "run")
     without = {"exclude_from_loading": ["optimizer"], "state": {LEFT_OUT: ["optimizer"]}}
     found = pool(2).run(train, RUN, folder, 5, 6, **without)[0]
-    expected = pool(2).run(_with_a_new_optimizer, source, 5, 6)[0]
-    assert found["losses"] == expected["losses"]
-    assert_equal(found["weights"], expected["weights"])
+    expected = pool(2).run(_with_a_new_optimizer, source, 5, 8)[0]
+    assert found["losses"] == expected["losses"][:2]
     # The same command again: the optimizer's state since then is not thrown away.
     again = pool(2).run(train, RUN, folder, 7, 8, **without)[0]
-    assert_equal(again["weights"], pool(2).run(_with_a_new_optimizer, source, 5, 8)[0]["weights"])
+    assert_equal(again["weights"], expected["weights"])
     assert any("was left out when the run" in line for line in again["loaded"].notices)
 
 

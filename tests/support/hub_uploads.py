@@ -75,7 +75,8 @@ class UploadRoutes:
         else:
             files = self.hub.uploads.branch("/".join(parts[:2]), unquote(parts[3]))
             content = files[parts[-1]]
-            about = {"X-Repo-Commit": "0" * 40, "ETag": f'"{git_hash(content)}"'}
+            oid = git_hash(content)
+            about = {"X-Repo-Commit": oid, "ETag": f'"{oid}"'}
             self.file_content(BytesIO(content), about)
 
     def _say(self, value: object, status: int = 200) -> None:

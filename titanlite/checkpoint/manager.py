@@ -224,12 +224,13 @@ class Checkpointer:
             self._async.raise_bad()
         began = time.perf_counter()
         tensors = self._tensors_to_save(model, optimizer, weights_only)
-        loss = validation_loss
+        if validation_loss is not None and not math.isfinite(validation_loss):
+            validation_loss = None
         draft = replace(
             self._draft(step, describe(tensors, model), train),
             weights_only=weights_only is not None,
             dtype=weights_only or "",
-            validation_loss=loss if loss is not None and math.isfinite(loss) else None,
+            validation_loss=validation_loss,
             trackers=dict(trackers or {}),
         )
         in_hf = weights_only is not None and self.config.last_save_in_hf
