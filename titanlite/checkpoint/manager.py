@@ -294,7 +294,11 @@ class Checkpointer:
             on_rank_0(world, lambda: self._publish(save, manifest), group)
         except BaseException:
             if world.rank == 0:
-                self._discard(folder)
+                # The run may need its space.
+                with contextlib.suppress(OSError, RuntimeError):
+                    # The folder may belong to another run by now.
+                    self._owner.look()
+                    self._deleter.delete(marks_of(folder))
             raise
 
     def _mark(self, step: int) -> None:
@@ -320,13 +324,6 @@ class Checkpointer:
         except (RuntimeError, OSError) as error:
             # Also where no thread can be started.
             logger.warning(f"older checkpoints were not deleted: {error}")
-
-    def _discard(self, folder: AnyPath) -> None:
-        """On rank 0: delete a failed save, whose space the run may need."""
-        with contextlib.suppress(OSError, RuntimeError):
-            # The folder may belong to another run by now.
-            self._owner.look()
-            self._deleter.delete(marks_of(folder))
 
     def _write_hf(self, save: Save, group: dist.ProcessGroup) -> None:
         from titanlite.checkpoint.hf_save import save_hf

@@ -310,7 +310,20 @@ def convert(  # noqa: PLR0913
     refuse_existing(target)
     opened = open_source(path, progress, ema, trust_code, base, described)
     if to == "peft":
-        return _write_peft(opened, target, dtype)
+        from titanlite.features.lora.peft import save_peft
+
+        files = opened.adapters
+        if files is None:
+            raise CheckpointError(
+                f"{opened.path} holds whole weights, and PEFT's files hold adapters"
+            )
+        tensors = {}
+        for name in files.adapters.shapes:
+            tensor = files.read(name)
+            tensors[name] = converted(name, tensor, dtype) if dtype else tensor
+        model = (get_spec(opened.family), opened.args)
+        save_peft(target, files.adapters, tensors, model, files.base)
+        return target
     source = opened.converted(dtype, progress)
     needed = sum(tensor.nbytes for tensor in source.empty.values())
     there = next(folder for folder in target.absolute().parents if folder.is_dir())
@@ -324,21 +337,6 @@ def convert(  # noqa: PLR0913
         _write_hf(source, target, shard_bytes, report)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error}") from error
-    return target
-
-
-def _write_peft(source: Source, target: Path, dtype: str | None) -> Path:
-    from titanlite.features.lora.peft import save_peft
-
-    files = source.adapters
-    if files is None:
-        raise CheckpointError(f"{source.path} holds whole weights, and PEFT's files hold adapters")
-    tensors = {}
-    for name in files.adapters.shapes:
-        tensor = files.read(name)
-        tensors[name] = converted(name, tensor, dtype) if dtype else tensor
-    model = (get_spec(source.family), source.args)
-    save_peft(target, files.adapters, tensors, model, files.base)
     return target
 
 
