@@ -124,8 +124,6 @@ class Callbacks:
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.all = list(callbacks)
-        #: The callback whose `on_end` is running.
-        self.ending = ""
         #: Those that implement a point: the others cost nothing.
         self._at: dict[str, list[Callback]] = {}
         for point, default in vars(Callback).items():
@@ -173,13 +171,11 @@ class Callbacks:
         """
         failed: Exception | None = None
         for callback in self._at["on_end"]:
-            self.ending = _name(callback)
             try:
                 self._call(callback, "on_end", trainer, end)
             except Exception as error:
                 failed = failed or error
                 logger.error(str(error))
-        self.ending = ""
         if failed is not None and end.error is None:
             raise failed
 

@@ -160,14 +160,14 @@ class _Rank:
     def __init__(
         self, environment: LaunchEnv, asked: LoadedConfig, config: RunConfig, stop: StopSignal
     ) -> None:
-        from titanlite.metrics.watchdog import HangWatchdog
+        from titanlite.metrics.position import Position
 
         self.environment = environment
         self.asked = asked
         self.config = config
         self.stop = stop
         self.folder = Path(config.job.dump_folder)
-        self.watchdog = HangWatchdog()
+        self.watchdog = Position()
         self.store: Store | None = None
 
     @contextlib.contextmanager
@@ -209,7 +209,7 @@ class _Rank:
 
     def load_code(self) -> list[Callback]:
         """Set up the console and load the functions and callbacks that the config names."""
-        from titanlite.assembly.own_callbacks import load_callbacks
+        from titanlite.assembly.own_callbacks import check_trackers, load_callbacks
         from titanlite.metrics.console import setup_console
 
         setup_console(self.environment.rank, self.config.metrics.enable_color_printing)
@@ -219,6 +219,8 @@ class _Rank:
             from titanlite.config.own_functions import load_functions
 
             load_functions(self.asked)
+        if self.config.metrics.tracker_names:
+            check_trackers(self.config.metrics.tracker_names, self.asked.place("metrics.trackers"))
         place = self.asked.place("job.callbacks")
         return load_callbacks(self.config.job.callbacks, place)
 
@@ -252,23 +254,28 @@ class _Rank:
         """Start the process group, this rank's log and the watchdog, and end them."""
         from titanlite.assembly.folders import TRACES
         from titanlite.dist.dist_env import DistEnv
-        from titanlite.metrics.watchdog import HangWatchdog
         from titanlite.runs.logs import FOLDER as LOGS
         from titanlite.runs.logs import rank_log
 
         comm = self.config.comm
         traces = str(self.folder / TRACES)
-        logs = str(self.folder / LOGS)
-        self.watchdog = HangWatchdog(self.config.stall, comm, logs, traces, failure.exit_now)
         world = DistEnv.open(
             store=self.store,
             init_timeout_seconds=comm.init_timeout_seconds,
             trace_buf_size=comm.trace_buf_size,
             trace_folder=traces,
         )
-        with world as entered, rank_log(self.folder, self.environment.rank), self.watchdog:
-            self.watchdog.near = entered.near
-            yield entered
+        with world as entered, rank_log(self.folder, self.environment.rank):
+            if entered.size > 1:
+                from titanlite.metrics.watchdog import HangWatchdog
+
+                traces = traces if entered.device.type == "cuda" else ""
+                logs = str(self.folder / LOGS)
+                self.watchdog = HangWatchdog(
+                    self.config.stall, comm, logs, traces, failure.exit_now
+                )
+            with self.watchdog:
+                yield entered
 
     def message(self, error: Exception, code: int) -> str:
         """Return what to print of an expected error."""

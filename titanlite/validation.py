@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -119,25 +119,18 @@ class HeldOutLoss(NamedTuple):
         )
 
 
-def _together(losses: Sequence[HeldOutLoss]) -> HeldOutLoss:
-    """Return the loss over the tokens of several."""
-    return HeldOutLoss(sum(one.total for one in losses), sum(one.tokens for one in losses))
-
-
 @dataclass(frozen=True)
 class ValidationResult:
     """The losses of one validation, the same on all ranks."""
 
     #: By the name of the text; a single text without a name has "".
     sources: dict[str, HeldOutLoss]
-    #: Losses of the parts of a sequence, first to last, over all texts; empty unless
-    #: `validation.parts`.
-    parts: tuple[HeldOutLoss, ...] = ()
 
     @property
     def all(self) -> HeldOutLoss:
         """The loss over the tokens of all texts: a text counts by its tokens."""
-        return _together(list(self.sources.values()))
+        losses = self.sources.values()
+        return HeldOutLoss(sum(one.total for one in losses), sum(one.tokens for one in losses))
 
 
 @dataclass(frozen=True)
@@ -153,14 +146,12 @@ class ValidationSet:
     first: bool = False
     #: Entered while the model is run, as `WeightAverage.applied`.
     weights: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    #: Parts of a sequence; the loaders serve each batch once for each (`SequenceParts`).
-    parts: int = 1
 
     def __iter__(self) -> Iterator[tuple[int, Batch]]:
-        """Yield all batches, each with the number of its text and part; as many on every rank."""
+        """Yield all batches, each with the number of its text; as many on every rank."""
         for number, batches in enumerate(self.loaders.values()):
-            for place, batch in enumerate(batches):
-                yield number * self.parts + place % self.parts, batch
+            for batch in batches:
+                yield number, batch
 
     def __len__(self) -> int:
         """Batches of all texts, the same on all ranks."""
@@ -181,15 +172,9 @@ class ValidationSet:
         through: takes the batches and may leave out the rest of them (`StopSignal.interruptible`).
         """
         with self.weights():
-            count = len(self.loaders) * self.parts
-            sums = _loss_sums(
-                model, through(_reported(self)), count, device, runner, factors
-            ).tolist()
-        losses = [HeldOutLoss(total, int(tokens)) for total, tokens in sums]
+            batches = through(_reported(self))
+            sums = _loss_sums(model, batches, len(self.loaders), device, runner, factors).tolist()
         sources = {}
-        for number, name in enumerate(self.loaders):
-            sources[name] = _together(losses[number * self.parts : (number + 1) * self.parts])
-        if self.parts == 1:
-            return ValidationResult(sources)
-        by_part = [_together(losses[part :: self.parts]) for part in range(self.parts)]
-        return ValidationResult(sources, tuple(by_part))
+        for name, (total, tokens) in zip(self.loaders, sums, strict=True):
+            sources[name] = HeldOutLoss(total, int(tokens))
+        return ValidationResult(sources)

@@ -126,14 +126,6 @@ def test_prepare_asks_for_the_tokenizer(tmp_path: Path, capfd: pytest.CaptureFix
     assert not (tmp_path / "out").exists()
 
 
-def test_half_of_a_character_is_refused_and_not_replaced(tmp_path: Path, command: Command) -> None:
-    text = tmp_path / "a.jsonl"
-    text.write_text('{"text": "good"}\n' * 3 + r'{"text": "half \ud83d"}' + "\n")
-    code, printed = command("prepare", text, "--out", tmp_path / "out")
-    assert code == 2
-    assert "a.jsonl, line 4: the field text holds \\ud83d at character 6" in printed
-
-
 def test_prompts_are_no_targets_in_split_and_in_masked_best_fit_rows(
     tmp_path: Path, command: Command
 ) -> None:

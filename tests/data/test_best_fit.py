@@ -5,26 +5,24 @@ documents.
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.support.shards import encode, first_rows, make_stream, write_shards
 from tests.support.texts import make_corpus
+from titanlite.config.data_sections import Data, DataSource
 from titanlite.data import DataError, EndOfData, best_fit, loader
 from titanlite.data.best_fit import BestFitDataset
 from titanlite.data.hashes import batch_hash
 from titanlite.data.loader import Batch, TrainLoader
-from titanlite.data.records import Record
 from titanlite.data.rows import IGNORE, Row, max_documents
 from titanlite.data.sequences import PackedDataset
-from titanlite.data.stream import StreamRows
+from titanlite.data.text import TextReader
+from titanlite.data.text_files import BUNDLED
 from titanlite.data.tokenize_files import Corpus
+from titanlite.data.tokenizer import load_tokenizer
 
 
 def rows(dataset: PackedDataset, first: int, end: int) -> list[Row]:
@@ -86,36 +84,6 @@ def test_a_document_that_fits_is_never_cut_and_its_row_names_it(corpus: Corpus) 
     assert dataset.sequences_per_epoch == 10  # 599 tokens in 640 places
 
 
-def naive(lengths: list[int], room: int, most: int) -> list[int]:
-    """Best-fit decreasing the plain way; among rows of equal room the one that was touched last."""
-    row_of = [0] * len(lengths)
-    left = []
-    touched = []
-    pieces: list[int] = []
-    for now, piece in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
-        fits = [
-            r
-            for r in range(len(left))
-            if left[r] >= lengths[piece] and pieces[r] < most and left[r] > 0
-        ]
-        if fits:
-            row = min(fits, key=lambda r: (left[r], -touched[r]))
-        else:
-            row = len(left)
-            left.append(room)
-            touched.append(0)
-            pieces.append(0)
-        row_of[piece], left[row], touched[row] = row, left[row] - lengths[piece], now
-        pieces[row] += 1
-    return row_of
-
-
-@pytest.mark.parametrize(("room", "most"), [(50, 99), (50, 3), (1000, 8)])
-def test_rows_are_those_of_best_fit_decreasing(room: int, most: int) -> None:
-    lengths = np.random.default_rng(0).integers(1, 51, 400).tolist()
-    assert best_fit.best_fit(lengths, room, most) == naive(lengths, room, most)
-
-
 def test_the_order_never_changes_and_depends_on_seed_and_epoch(corpus: Corpus) -> None:
     def order(dataset: PackedDataset, epoch: int = 0) -> list[Any]:
         size = dataset.sequences_per_epoch
@@ -147,6 +115,14 @@ def test_a_token_that_is_no_target_has_no_label(corpus: Corpus) -> None:
         wanted = np.where((label != IGNORE) & targets[label - 1], label, IGNORE)
         assert row.labels.tolist() == wanted.tolist()
         assert row.tokens.tolist() == plain.sequence(i).tokens.tolist()
+
+
+def test_a_stream_is_refused_with_the_other_ways() -> None:
+    tokenizer = load_tokenizer()
+    reader = TextReader(Data(streaming=True, packing="best-fit"), tokenizer, tokenizer.vocab_size)
+    source = DataSource(path=str(BUNDLED["c4_test"]))
+    with pytest.raises(DataError, match="titanlite data prepare.*data.streaming = false"):
+        reader.open(source, "training", 8, None)
 
 
 def test_split_rows_tell_their_documents(corpus: Corpus) -> None:
@@ -211,62 +187,3 @@ def test_rows_keep_to_the_documents_that_gpus_take_and_others_are_refused() -> N
 
 
 # Streams
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_a_lane_of_a_stream_serves_its_documents_whole_and_once_per_epoch(
-    tmp_path: Path, shuffle: bool
-) -> None:
-    shards = write_shards(tmp_path, [13, 20, 7, 16, 9, 18, 11])
-    rows = make_stream(
-        shards, seq_len=16, best_fit=True, shuffle=shuffle, buffer=40, mask_documents=True
-    )
-    assert rows.settings["packing"] == "best-fit"
-    seen: set[int] = set()
-    for lane in range(4):
-        served: Counter[int] = Counter()
-        for count in range(40):
-            row = rows.sequence(lane + 4 * count)
-            assert row.documents is not None
-            for number in range(int(row.documents.max()) + 1):
-                tokens = row.tokens[row.documents == number]
-                labels = row.labels[row.documents == number]
-                if tokens[0] == 0:
-                    assert set(labels) == {IGNORE} and number == row.documents.max()  # padding
-                    continue
-                document = int(tokens[1]) - 10
-                assert tokens.tolist() == encode(Record("", 0, str(document)))[0].tolist()
-                assert labels.tolist() == [*tokens[1:].tolist(), IGNORE]
-                served[document] += 1
-            assert len(rows.documents_in(lane + 4 * count)) == sum(row.tokens == 1)
-            assert (
-                max(served.values()) - min(served.values()) <= 1
-            )  # an epoch ends before the next begins
-        assert min(served.values()) > 1
-        assert not seen & set(served)
-        seen |= set(served)
-    assert seen == set(range(94))
-
-
-def test_a_packed_stream_resumes_at_every_step_on_any_ranks(tmp_path: Path) -> None:
-    def make_rows(**options: Any) -> StreamRows:
-        return make_stream(shards, **{"seq_len": 11, "best_fit": True, "buffer": 24, **options})
-
-    shards = write_shards(tmp_path, [13, 20, 7, 16])
-    wanted = first_rows(make_rows(), 96)
-    for stop in range(0, 96, 12):
-        loaders = [TrainLoader(make_rows(workers=2 * rank), 12, 1, rank, 2) for rank in range(2)]
-        for served in loaders * (stop // 12):
-            served.next_step()
-        states = json.loads(json.dumps([loader.state_dict() for loader in loaders]))
-        state = {
-            **states[0],
-            "rows": loaders[0].dataset.merge_states([state["rows"] for state in states]),
-        }
-        resumed = [TrainLoader(make_rows(lanes=None), 12, 1, rank, 3) for rank in range(3)]
-        for one in resumed:
-            one.load_state_dict(state)
-        found = [
-            row.tolist() for one in resumed for batch in one.next_step() for row in batch.tokens
-        ]
-        assert sorted(found) == sorted(wanted[stop : stop + 12])

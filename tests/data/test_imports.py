@@ -29,7 +29,6 @@ _PLAIN = [
     "",
     "choose_files",
     "compression",
-    "empty_files",
     "file_kinds",
     "file_stamps",
     "formats",

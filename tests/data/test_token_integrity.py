@@ -133,23 +133,9 @@ def test_a_part_is_checked_when_it_is_read_and_once_on_a_machine(
     assert read[7:] == ["part-0.tokens", "part-0.offsets"]
 
 
-def test_one_process_of_a_machine_compares_a_part_and_the_others_wait(tmp_path: Path) -> None:
-    """The locks of two open files exclude each other, as those of two processes do."""
-    part = tmp_path / "part.bin"
-    part.write_bytes(b"tokens")
-    # A comparison would find another hash.
-    hashes = token_integrity.PartHashes({part: "xxh3:0"}, tmp_path / "records")
-    check = token_integrity.HashCheck([hashes], "")
-    with hashes.alone():
-        check.begin(0)
-        assert check.settle(0.5) == 1, "it waits"
-        record = hashes._record()
-        assert record is not None
-        record.write_bytes(b"whole\n")
-    assert check.settle(10) == 0
-
-
-def test_without_a_folder_for_records_each_process_checks(tmp_path: Path, read: list[str]) -> None:
+def test_without_a_folder_for_records_each_run_checks(
+    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = prepared(tmp_path / "a", masked=0)
     (tmp_path / "file").write_text("in the way")
     for records in (None, tmp_path / "file"):
@@ -157,6 +143,10 @@ def test_without_a_folder_for_records_each_process_checks(tmp_path: Path, read: 
         files.read(0, 10)
         assert settled(files) == 0
     assert read == ["part-0.tokens", "part-0.offsets"] * 2
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    other = opened(folder, None)
+    other.read(0, 10)
+    assert other.check is None, "the first rank of a machine checks for all"
 
 
 def test_offsets_and_sizes_are_checked_at_the_start(tmp_path: Path) -> None:
@@ -164,8 +154,6 @@ def test_offsets_and_sizes_are_checked_at_the_start(tmp_path: Path) -> None:
         [
             ([0, 60, 50, 100], r"document 1 \(from 0\) begins at 60 and ends before that, at 50"),
             ([1, 30, 50, 100], "it goes from 1 to 100 instead of 0 to 100"),
-            ([0, 30, 50, 1 << 40], "it goes from 0 to 1,099,511,627,776 instead"),
-            ([0, -5, 50, 100], r"document 0 \(from 0\) begins at 0 and ends before that, at -5"),
         ]
     ):
         folder = prepared(tmp_path / str(number))
@@ -251,10 +239,6 @@ def test_a_run_ends_before_a_checkpoint_holds_damaged_tokens(tmp_path: Path) -> 
     assert done.returncode == 2
     assert "part-1.tokens is damaged: its content does not fit its hash" in done.stderr
     assert not list(out.glob("checkpoint/step-*/manifest.json"))
-    flip(folder / "part-1.tokens", 5)
-    done = titanlite("train", *words)
-    assert done.returncode == 0, done.stderr
-    assert len(list(out.glob("checkpoint/step-*/manifest.json"))) == 2
 
 
 # The command
@@ -282,10 +266,3 @@ def test_verify_names_all_that_is_damaged(
     assert "3 damaged" in said
     assert f"{folder}/part-1.offsets: No such file" in said
     assert "part-0.offsets is damaged: document 1" in said
-
-
-def test_verify_is_of_prepared_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    np.save(tmp_path / "a.npy", np.arange(10, dtype=np.uint16))
-    for path in (tmp_path, tmp_path / "a.npy"):
-        assert main(["data", "verify", str(path)]) == 2
-        assert "is no finished folder of prepared tokens" in capsys.readouterr().err

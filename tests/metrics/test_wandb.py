@@ -222,13 +222,14 @@ def test_a_back_end_that_hangs_stops_neither_writing_nor_closing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     monkeypatch.setattr(background_writer, "_CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(background_writer, "MOST_ROWS", 100)
     release = threading.Event()
     backend = Backend(**{where: lambda *_: release.wait(600)})
     monkeypatch.setitem(sys.modules, "wandb", backend)
     with listening() as said:
         board = WandbTracker(TrackedRun(tmp_path, {}))
         began = time.perf_counter()
-        for step in range(10_000):
+        for step in range(1_000):
             board.write(step, {"loss": 1.0, "lr": 2.0})
         wrote = time.perf_counter()
         board.close()
@@ -238,11 +239,14 @@ def test_a_back_end_that_hangs_stops_neither_writing_nor_closing(
     assert 0.2 <= closed - wrote < 200
     late = said[-1]
     assert "did not end within 0.2 s" in late
-    board.write(10_001, {"loss": 1.0})
+    board.write(1_001, {"loss": 1.0})
+    assert sum("does not keep up" in line for line in said) == 1
     release.set()
     board._thread.join(300)
     assert not board._thread.is_alive(), "what is left goes on, and ends"
-    assert len(backend.rows) == 10_000
+    kept = [step for step, _ in backend.rows]
+    assert kept[-99:] == list(range(901, 1_000)), "the oldest are dropped, none of the latest"
+    assert len(kept) <= 100
     assert backend.exits == [0]
 
 

@@ -375,14 +375,6 @@ def test_a_stopped_rank_does_not_answer_and_is_named(pool: Pools) -> None:
     )
 
 
-def test_one_process_alone_is_watched_too() -> None:
-    with _watching() as (dog, said):
-        dog.phase("data", 1)
-        dog.phase("data", 2)
-        _until(lambda: _reports(said))
-    assert "has been in data of step 2" in _reports(said)[0]
-
-
 # Ranks that raise
 
 
@@ -631,51 +623,27 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert report[4] in done.stdout
 
 
-def test_a_watchdog_that_only_logs_announces_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "_UNWIND_SECONDS", 0.05)
+def _raise_alone(_: DistEnv) -> list[int]:
+    """Return how often a rank says that it ends, where nothing and where something ends it."""
     ended: list[int] = []
-    for end, words in ((None, 0), (ended.append, 1)):
-        with listening() as said, pytest.raises(OSError), HangWatchdog(end=end) as dog:
+    announced = []
+    for end in (None, ended.append):
+        with (
+            mock.patch.object(watchdog, "_UNWIND_SECONDS", 0.05),
+            listening() as said,
+            pytest.raises(OSError),
+            HangWatchdog(end=end) as dog,
+        ):
             dog.failed(OSError("disk"))
             if end is None:
                 time.sleep(0.2)
             else:
                 _until(lambda: ended)
             raise OSError("disk")
-        assert len([line for line in said if "this rank ends here" in line]) == words
+        announced.append(sum("this rank ends here" in line for line in said))
     assert ended == [exit_codes.ERROR]
+    return announced
 
 
-# Ranks whose process is gone
-
-
-def _ended() -> int:
-    """Return the number of a process that has ended."""
-    with subprocess.Popen(["true"]) as process:
-        process.wait()
-    return process.pid
-
-
-def test_a_rank_whose_process_is_gone_is_named_without_a_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    dead = RankState(1, socket.gethostname(), _ended(), step=3, phase="backward")
-    with _watching(silent_beats=1000.0) as (dog, _):
-        dog.near = {1: dead.pid}
-        dog._store.set("beat/1", f"1 {dead.dump()}")
-        dog.size = 2
-        monkeypatch.setattr(dog, "_heartbeat", LONG)
-        began = time.monotonic()
-        dog._report("a collective failed")
-        assert time.monotonic() - began < LONG
-        assert dog.verdict.startswith(
-            f"{dead.name} does not answer, last seen in backward of step 3"
-        )
-
-
-def test_a_process_is_gone_only_where_this_rank_can_tell() -> None:
-    with _watching() as (dog, _):
-        assert not dog._is_gone(1), "of another launcher"
-        dog.near = {0: _ended(), 1: os.getpid()}
-        assert dog._is_gone()
-        assert not dog._is_gone(1)
+def test_a_watchdog_that_only_logs_announces_no_end(pool: Pools) -> None:
+    assert pool(1).run(_raise_alone) == [[0, 1]]

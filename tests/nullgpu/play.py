@@ -101,7 +101,7 @@ def no_waiting() -> Iterator[None]:
 
     from titanlite.assembly import rank_checks
     from titanlite.checkpoint import manager
-    from titanlite.dist import dist_env, rendezvous, run_store
+    from titanlite.dist import dist_env, rendezvous
     from titanlite.features.experts import exchange
     from titanlite.optim.guard import FiniteGuard
 
@@ -131,7 +131,6 @@ def no_waiting() -> Iterator[None]:
         mock.patch.object(manager, "check_finite", lambda *_: None),
         mock.patch.object(dist_env, "connect_store", lambda *_: dist.HashStore()),
         mock.patch.object(rendezvous, "barrier", lambda *_: None),
-        mock.patch.object(run_store, "near_processes", lambda *_: {}),
         mock.patch.object(rank_checks, "check_ranks", lambda *_, **__: []),
     ):
         yield

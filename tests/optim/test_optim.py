@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from titanlite.config.decays import DECAYS
+from titanlite.config.keys import keys
 from titanlite.config.load import read_text
 from titanlite.config.model_sections import Optimizer
 from titanlite.optim.gradients import clip_divisor, clip_gradients, total_norm
@@ -75,6 +77,15 @@ def test_decay_shapes_halfway(kind: str, halfway: float) -> None:
     if kind == "exponential":
         floored = replace(schedule, min_lr_factor=0.01)
         assert [lr_factor(floored, step) for step in (11, 21)] == pytest.approx([0.1, 0.01])
+
+
+def test_each_kind_falls_from_the_peak_and_reaches_its_floor_as_it_says() -> None:
+    for kind, decay in DECAYS.items():
+        assert decay.share(0.0, 0.1) == 1.0
+        assert f'"{kind}" ({decay.about})' in keys()["lr_scheduler.decay_type"].expected
+        if decay.reaches_floor:
+            assert decay.share(1.0, 0.1) == pytest.approx(0.1)
+            assert decay.share(1.0, 0.0) == pytest.approx(0.0)
 
 
 def test_a_run_asks_for_its_steps_counted_from_where_the_schedule_began() -> None:

@@ -1,4 +1,4 @@
-"""A collective that fails leaves a record of every rank that `torchfrtrace` can read."""
+"""The settings of torch's flight recorder."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from tests.support.pool import Pools
-from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.flight_recorder import recording
 
 SIZE = "TORCH_FR_BUFFER_SIZE"
@@ -44,7 +40,7 @@ def test_torch_gets_its_settings_unless_the_user_set_them(
         monkeypatch.delenv(name, raising=False)
     for name, value in own.items():
         monkeypatch.setenv(name, value)
-    with recording(f"{tmp_path}/traces", size, torch.device("cuda")):
+    with recording(f"{tmp_path}/traces", size):
         seen = {
             name: os.environ[name].replace(f"{tmp_path}/traces", "FOLDER")
             for name in NAMES
@@ -56,26 +52,3 @@ def test_torch_gets_its_settings_unless_the_user_set_them(
     assert {name: os.environ[name] for name in NAMES if name in os.environ} == own, (
         "a later run is not affected"
     )
-
-
-def _fail(world: DistEnv, folder: str, text: str) -> None:
-    with pytest.raises(RuntimeError), recording(folder, 20_000, torch.device("cpu")):
-        dist.barrier()  # the other record must be newer than the beginning here
-        raise RuntimeError(text)
-    for name in NAMES:
-        os.environ.pop(name, None)
-
-
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize(
-    ("text", "left"),
-    [
-        ("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)", []),
-        ("Timed out waiting 3000ms for recv operation to complete", ["rank_0", "rank_1"]),
-    ],
-)
-def test_only_errors_of_collectives_leave_a_record(
-    pool: Pools, tmp_path: Path, text: str, left: list[str]
-) -> None:
-    pool(2).run(_fail, str(tmp_path), text)
-    assert sorted(path.name for path in tmp_path.iterdir()) == left

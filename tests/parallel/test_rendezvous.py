@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,7 +14,6 @@ import torch.distributed as dist
 
 from tests.support.pool import free_port
 from titanlite.dist import rendezvous
-from titanlite.dist.launch_env import LaunchEnv
 from titanlite.dist.rendezvous import (
     RendezvousError,
     barrier,
@@ -23,7 +21,7 @@ from titanlite.dist.rendezvous import (
     report_failure,
     share_from_rank_0,
 )
-from titanlite.dist.run_store import near_processes, register
+from titanlite.dist.run_store import register
 
 HOST = socket.gethostname()
 
@@ -53,17 +51,6 @@ def test_ranks_that_are_all_there_share_what_rank_0_has_and_go_on_at_once() -> N
     _all(*(partial(start, rank) for rank in range(3)))
     assert found == [7, 7, 7]
     assert time.monotonic() - began < 300
-
-
-def test_a_rank_knows_the_processes_of_its_own_launcher() -> None:
-    store, _, _ = _register(3, 0, 1, 2)
-    store.set("up/1", "elsewhere, process 7")
-    whole = LaunchEnv(2, 3, local_rank=2, local_world_size=3, address=None)
-    # 1: of another machine, where a launcher numbers the ranks of its machines in turn.
-    assert near_processes(store, whole) == {0: os.getpid(), 2: os.getpid()}
-    assert near_processes(store, replace(whole, local_rank=0, local_world_size=2)) == {
-        2: os.getpid()
-    }
 
 
 def test_missing_ranks_are_named_and_a_busy_one_gets_more_time() -> None:

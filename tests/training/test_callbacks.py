@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,15 +15,18 @@ from tests.support.pool import Pools
 from tests.support.processes import python
 from tests.support.tiny import TWENTY_STEPS
 from tests.support.whole_runs import make_trainer
-from titanlite import exit_codes
-from titanlite.assembly.own_callbacks import load_callbacks
+from tests.support.words import listening
+from titanlite import doors, exit_codes
+from titanlite.assembly.own_callbacks import check_trackers, load_callbacks
 from titanlite.callbacks import Callback, CallbackError, Callbacks, RunEnd
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.dotted_paths import resolve
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
+from titanlite.config.run_sections import Job, Metrics
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.signals import StopRequested
+from titanlite.metrics.observer import MetricsLogger
 from titanlite.optim.bad_step_errors import BadStepError
 from titanlite.runs.attempts import read_entries
 from titanlite.trainer import Trainer
@@ -252,6 +256,55 @@ def test_what_cannot_be_loaded_is_a_config_error(
     assert not [name for name in sys.modules if "broken" in name and name.startswith("titanlite_")]
 
 
+#: Trackers of a package of somebody else.
+TRACKERS = """
+from titanlite.metrics.trackers import Tracker
+
+class NeedsMore(Tracker):
+    def __init__(self): ...
+
+number = 7
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("raises:Mine", "ZeroDivisionError"),
+        ("theirs:Missing", "AttributeError"),
+        ("theirs:number", "TypeError"),
+    ],
+)
+def test_a_tracker_that_cannot_be_loaded_is_a_config_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, words: str
+) -> None:
+    (tmp_path / "theirs.py").write_text(TRACKERS)
+    (tmp_path / "raises.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(doors.OURS["trackers"], "mine", place)
+    with pytest.raises(ConfigError) as caught:
+        check_trackers(["wandb", "mine"], "run.toml:7")
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.where) == ("metrics.trackers", "run.toml:7")
+    assert f"the tracker 'mine' ({place}) {words}: " in problem.message
+
+
+def test_a_tracker_that_cannot_begin_costs_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirs.py").write_text(TRACKERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(doors.OURS["trackers"], "mine", "theirs:NeedsMore")
+    check_trackers(["mine"])
+    world: Any = SimpleNamespace(rank=0)
+    meter: Any = None
+    log = MetricsLogger(Metrics(trackers=["mine"]), Job(), world, "", meter)
+    with listening() as said:
+        log._open_trackers(tmp_path, resumed=False)
+    assert said == ["the tracker mine is off: " + said[0].partition("off: ")[2]]
+    assert "TypeError" in said[0]
+
+
 # The process
 
 
@@ -309,44 +362,29 @@ def test_exit_codes_are_those_of_the_table_alone() -> None:
     assert exit_codes.code_of(StopRequested("x", 3, False)) == exit_codes.PREEMPTED_UNSAVED
 
 
-_ENDINGS = """
-import sys, time
+_EXITS = """
+import sys
 from titanlite.callbacks import Callback
 
 class Exits(Callback):
     def on_step_end(self, trainer, result):
         sys.exit(0)
-
-class Hangs(Callback):
-    def on_end(self, trainer, end):
-        time.sleep(3600)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "state", "words"),
-    [
-        ("Exits", "failed", "Exits called sys.exit(0). That ends no run"),
-        ("Hangs", "done", "Hangs has not come to its end in 4 s"),
-    ],
-)
-def test_a_run_that_a_callback_ends_or_holds_up_ends_with_1(
-    tmp_path: Path, kind: str, state: str, words: str
-) -> None:
-    """One process. A scheduler takes 0 for done; a process that hangs keeps the folder locked."""
-    (tmp_path / "mine.py").write_text(_ENDINGS)
+def test_a_run_that_a_callback_ends_ends_with_1(tmp_path: Path) -> None:
+    """One process. A scheduler takes 0 for done."""
+    (tmp_path / "mine.py").write_text(_EXITS)
     flags = [
         *TWENTY_STEPS,
         f"--job.dump_folder={tmp_path}/run",
         "--training.steps=2",
-        f"--job.callbacks={tmp_path}/mine.py:{kind}",
+        f"--job.callbacks={tmp_path}/mine.py:Exits",
     ]
-    if kind == "Hangs":
-        flags += ["--comm.init_timeout_seconds=2", "--stall.deadline_seconds=2"]
     done = python("train.py", "--job.config_file=debug_model.toml", *flags)
     assert done.returncode == exit_codes.ERROR, done.stderr
-    assert words in done.stdout + done.stderr
+    assert "Exits called sys.exit(0). That ends no run" in done.stdout + done.stderr
     end = read_entries(tmp_path / "run")[-1]
-    assert (end["event"], end["state"]) == ("end", state)
-    assert end["exit_code"] == (exit_codes.ERROR if state == "failed" else exit_codes.DONE)
+    assert (end["event"], end["state"]) == ("end", "failed")
+    assert end["exit_code"] == exit_codes.ERROR

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from titanlite.data.phases import Phases
     from titanlite.features.ema.average import WeightAverage
     from titanlite.metrics.anomalies import AnomalyLog
-    from titanlite.metrics.watchdog import HangWatchdog
+    from titanlite.metrics.position import Position
 
 
 @dataclass
@@ -132,7 +132,7 @@ def build(
     run: RunConfig,
     world: DistEnv,
     datasets: Datasets | None = None,
-    watchdog: HangWatchdog | None = None,
+    watchdog: Position | None = None,
     callbacks: Sequence[Callback] | None = None,
 ) -> TrainingComponents:
     """Build everything that a loop needs, on this rank's device. All ranks call it together.

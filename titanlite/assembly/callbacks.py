@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from titanlite.assembly.start_report import StartReport
 from titanlite.callbacks import Callback
 from titanlite.data.text_report import checks_of
 from titanlite.metrics.observer import MetricsLogger
+from titanlite.metrics.position import Position
 from titanlite.metrics.run_callbacks import (
     AttemptRecord,
     CompileReport,
@@ -20,7 +19,6 @@ from titanlite.metrics.run_callbacks import (
     Watchdog,
 )
 from titanlite.metrics.throughput import Throughput, device_name
-from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.runs.provenance import public_config
 
 if TYPE_CHECKING:
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 
 def build_callbacks(
     parts: TrainingComponents,
-    watchdog: HangWatchdog | None,
+    watchdog: Position | None,
     own: Sequence[Callback],
 ) -> tuple[list[Callback], Callable[[], dict[str, str]]]:
     """Return every callback of a run, in order, and a function that names the run at its services.
@@ -41,9 +39,6 @@ def build_callbacks(
     figures = _figures(parts)
     metrics = _metrics(parts, gc, figures)
     every = [*_first(parts, watchdog), gc, *_of_attempt(parts, watchdog)]
-    if parts.world.device.type == "cuda":
-        # Before the metrics, which begin a new peak.
-        every.append(_peak_check(parts))
     every += [*figures, metrics, *_optional(parts, metrics)]
     every += own
     for feature in run.features.on:
@@ -51,10 +46,14 @@ def build_callbacks(
     return every, metrics.run_ids
 
 
-def _first(parts: TrainingComponents, watchdog: HangWatchdog | None) -> Iterator[Callback]:
+def _first(parts: TrainingComponents, watchdog: Position | None) -> Iterator[Callback]:
     run = parts.run
-    watch = watchdog or HangWatchdog(run.stall, run.comm, end=None)
-    yield Watchdog(watch, entered=watchdog is not None)
+    watch = watchdog
+    if watch is None and parts.world.size > 1:
+        from titanlite.metrics.watchdog import HangWatchdog
+
+        watch = HangWatchdog(run.stall, run.comm, end=None)
+    yield Watchdog(watch or Position(), entered=watchdog is not None)
     if parts.world.timeout and parts.world.size > 1:
         yield Timeouts(run.comm.init_timeout_seconds, run.comm.train_timeout_seconds)
     checks = checks_of([parts.datasets.train, *parts.datasets.validation.values()])
@@ -64,7 +63,7 @@ def _first(parts: TrainingComponents, watchdog: HangWatchdog | None) -> Iterator
         yield TokenHashes(checks)
 
 
-def _of_attempt(parts: TrainingComponents, watchdog: HangWatchdog | None) -> Iterator[Callback]:
+def _of_attempt(parts: TrainingComponents, watchdog: Position | None) -> Iterator[Callback]:
     run = parts.run
     folder = Path(run.job.dump_folder)
     device = device_name(parts.world.device)
@@ -77,10 +76,6 @@ def _of_attempt(parts: TrainingComponents, watchdog: HangWatchdog | None) -> Ite
 
 def _optional(parts: TrainingComponents, metrics: MetricsLogger) -> Iterator[Callback]:
     run = parts.run
-    if parts.world.size > 1:
-        from titanlite.metrics.replicas import EqualReplicas
-
-        yield EqualReplicas()
     if run.training.compile:
         from titanlite.parallel.compile import CompileWatch
 
@@ -94,19 +89,11 @@ def _optional(parts: TrainingComponents, metrics: MetricsLogger) -> Iterator[Cal
 
         config = public_config(run.toml)
         yield VerifyResume(config, parts.loaders.skip, parts.loaders.share)
-    if run.data.log_documents:
-        yield _document_log(parts)
 
 
 def _figures(parts: TrainingComponents) -> list[Any]:
     run = parts.run
     found: list[Any] = []
-    if run.data.source:
-        from titanlite.data.mixtures.figures import SourceFigures
-
-        model = parts.model_parts
-        share = parts.loaders.share
-        found.append(SourceFigures(parts.datasets.train, model.loss, share, model.factors))
     moe_layers = parts.model_parts.moe_layers
     if moe_layers is not None:
         found.append(moe_layers.figures(run.spec, parts.model, parts.world.device))
@@ -136,29 +123,3 @@ def _peak_flops(parts: TrainingComponents) -> float | None:
     from titanlite.plan.hardware import peak_flops
 
     return peak_flops(device_name(parts.world.device))
-
-
-def _peak_check(parts: TrainingComponents) -> Callback:
-    from titanlite.plan.memory import with_vocabulary
-    from titanlite.plan.peak_check import PeakCheck
-
-    planned = with_vocabulary(parts.run, parts.datasets.tokenizer.vocab_size)
-    return PeakCheck(planned, torch.cuda.max_memory_allocated)
-
-
-def _document_log(parts: TrainingComponents) -> Callback:
-    from titanlite.config.urls import public_name
-    from titanlite.metrics.document_log import DocumentLog
-
-    run = parts.run
-    rows = parts.datasets.train
-    rank, ranks = parts.loaders.share
-    # No rank has read the other ranks' part of a stream: each writes its own.
-    part = (rank, ranks) if rows.lanes is not None else None
-    leads = all(parts.mesh.get_local_rank(name) == 0 for name in ("pp", "cp", "tp"))
-    path = None
-    if leads and (rank == 0 or part is not None):
-        name = "documents.jsonl" if rank == 0 else f"documents-rank_{rank}.jsonl"
-        path = Path(run.job.dump_folder) / name
-    text = public_name(run.training.dataset_path or run.training.dataset)
-    return DocumentLog(path, rows, text, part)

@@ -69,7 +69,7 @@ def build_loaders(
 
 def build_validation(run: RunConfig, mesh: DeviceMesh, texts: Mapping[str, Rows]) -> ValidationSet:
     """Build this rank's part of the held-out texts, see `read_held_out`."""
-    from titanlite.data.validation_loader import SequenceParts, ValidationLoader
+    from titanlite.data.validation_loader import ValidationLoader
 
     section = run.validation
     rank, ranks = data_parallel_rank(mesh), run.mesh.dp_degree
@@ -77,10 +77,8 @@ def build_validation(run: RunConfig, mesh: DeviceMesh, texts: Mapping[str, Rows]
     loaders = {}
     for name, rows in texts.items():
         passes: PassLoader = ValidationLoader(rows, size, section.steps, rank, ranks)
-        if section.parts is not None:
-            passes = SequenceParts(passes, section.parts)
         loaders[name] = _divided(run, mesh, passes)
-    return ValidationSet(loaders, section.freq, section.first, parts=section.parts or 1)
+    return ValidationSet(loaders, section.freq, section.first)
 
 
 def data_parallel_rank(mesh: DeviceMesh) -> int:

@@ -36,7 +36,6 @@ class ModelParts:
     model: nn.Module
     runner: Runner
     factors: ReplicationFactors
-    loss: LossFunction
     moe_layers: MoELayers | None
 
 
@@ -58,20 +57,19 @@ def build_model(
         prepare_compile(run.compile.backend, world.device.type, run.compile.cache_dir)
     mesh = world.build_mesh(**degrees.dimensions)
     builder = _builder(run, args, mesh, world.device)
-    loss = _loss(run, builder)
     async_tp = run.features.async_tp
     if async_tp is not None:
         async_tp.enable(mesh)
     model = builder.build(run.training.seed) if make is None else make(builder)
     world.apply_timeout()
-    runner = _runner(run, builder, model, loss)
+    runner = _runner(run, builder, model, builder.loss())
     # These are torch's own generators: the weights and the data order have theirs.
     seed_generators(run.training.seed, mesh)
     moe_layers = moe_layers_of(run.spec, args)
     if moe_layers is not None:
         moe_layers.set_step_tokens(model, run.batch.tokens_per_step)
     factors = ReplicationFactors(degrees.tensor * degrees.pipeline, degrees.tensor)
-    return ModelParts(mesh, args, builder, model, runner, factors, loss, moe_layers)
+    return ModelParts(mesh, args, builder, model, runner, factors, moe_layers)
 
 
 def _builder(run: RunConfig, args: Any, mesh: DeviceMesh, device: torch.device) -> ModelBuilder:
@@ -81,15 +79,6 @@ def _builder(run: RunConfig, args: Any, mesh: DeviceMesh, device: torch.device) 
 
         own_loss = load_function("training.loss", run.training.loss)
     return ModelBuilder(run, args, mesh, device, own_loss)
-
-
-def _loss(run: RunConfig, builder: ModelBuilder) -> LossFunction:
-    loss = builder.loss()
-    if not run.data.source:
-        return loss
-    from titanlite.data.mixtures.figures import RowLosses
-
-    return RowLosses(loss, run.rank_len)
 
 
 def _runner(run: RunConfig, builder: ModelBuilder, model: nn.Module, loss: LossFunction) -> Runner:

@@ -1,10 +1,11 @@
-"""The callbacks of the user, which `job.callbacks` names."""
+"""Code of the user: the callbacks that `job.callbacks` names, and trackers of other packages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from titanlite import doors
 from titanlite.callbacks import Callback
 from titanlite.config.dotted_keys import HINT
 from titanlite.config.dotted_paths import resolve_as
@@ -35,3 +36,22 @@ def load_callbacks(paths: Sequence[str], where: str = "") -> list[Callback]:
             problems.append(Problem("unresolved", "job.callbacks", reason, HINT, where))
     refuse(problems)
     return made
+
+
+def check_trackers(names: Sequence[str], where: str = "") -> None:
+    """Import the trackers of a run. Raises ConfigError naming those that cannot be loaded."""
+    from titanlite.metrics.trackers import Tracker
+
+    problems = []
+    for name in names:
+        place = doors.place_of("trackers", name) or name
+        try:
+            found = doors.load(place)
+            if not issubclass(found, Tracker):
+                raise TypeError(f"{found!r} is no titanlite.metrics.trackers.Tracker")
+        except Exception as error:
+            reason = f"the tracker {name!r} ({place}) {type(error).__name__}: {error}"
+            problems.append(
+                Problem("unresolved", "metrics.trackers", reason, "mend or leave it out", where)
+            )
+    refuse(problems)

@@ -12,7 +12,7 @@ from titanlite.utils import counted, logger
 
 @runtime_checkable
 class Resizable(Protocol):
-    """A runner or loss that is made for steps of one size."""
+    """A runner that is made for steps of one size."""
 
     def resize(self, accumulation: int, seq_len: int) -> None:
         """`seq_len` counts the tokens of a row on this rank."""
@@ -41,9 +41,9 @@ class Resizer:
             self._model.moe_layers.set_step_tokens(self._model.model, size.tokens)
         rank_len = size.seq_len // self._run.mesh.context
         at_once = self._run.batch.micro_batch_size * self._run.mesh.dp_degree
-        for part in (self._model.loss, self._model.runner):
-            if isinstance(part, Resizable):
-                part.resize(size.sequences // at_once, rank_len)
+        runner = self._model.runner
+        if isinstance(runner, Resizable):
+            runner.resize(size.sequences // at_once, rank_len)
 
 
 def _allow_graphs(sizes: int) -> None:

@@ -18,16 +18,15 @@ import socket
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from statistics import median, median_low
+from statistics import median_low
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 import titanlite
 from titanlite import exit_codes
@@ -44,13 +43,11 @@ if TYPE_CHECKING:
 
 #: A product that takes this many times the median is reported. Programs share the cores of a CPU.
 SLOW_FACTOR = {"cuda": 1.3, "cpu": 4.0}
-#: Memory of a GPU in use before the run: its share, and the bytes that CUDA itself may need.
-_USED_SHARE, _CONTEXT_BYTES = 0.1, 1 << 29
 #: Seconds in which another host must see a new file. File systems keep what they have read of a
 #: folder for a while.
 _FOLDER_SECONDS = 5.0
-#: Elements of the all-reduce, and rows of the matrices.
-_ELEMENTS, _ROWS = {"cuda": 1 << 24, "cpu": 1 << 18}, {"cuda": 4096, "cpu": 256}
+#: Rows of the matrices.
+_ROWS = {"cuda": 4096, "cpu": 256}
 #: Seconds of products on a GPU, whose clock needs some time to rise, and products at least.
 _WARM_SECONDS, _PRODUCTS = 0.15, 6
 _MOST_NAMED = 8
@@ -67,7 +64,7 @@ class RankCheckError(RuntimeError):
 
 @dataclass(frozen=True)
 class Rank:
-    """What is known of a rank, with measured seconds, each the shortest of several."""
+    """What is known of a rank."""
 
     number: int
     host: str
@@ -80,15 +77,11 @@ class Rank:
     #: How its config differs from that of rank 0: in paths and [launch], and in other keys.
     local_keys: str
     other_keys: str
-    #: Whether each element of the all-reduce was right.
-    sum_is_right: bool = True
-    sum_seconds: float = 0.0
+    #: Of the fastest of several.
     product_seconds: float = 0.0
     #: Hashes of the bits of products that should be equal; empty: other ranks may have other bits.
     digests: tuple[int, ...] = ()
     sees_folder: bool = True
-    #: Bytes of its GPU's memory that another process uses.
-    used: int = 0
 
     def __str__(self) -> str:
         return f"rank {self.number} ({self.host}, local rank {self.local_rank}, {self.device})"
@@ -131,20 +124,27 @@ def check_ranks(
         return []
     began = time.perf_counter()
     probe = None
-    if world.rank == 0 and folder is not None:
-        probe = _write_probe(folder)
+    # If rank 0 itself cannot write, its other files will tell.
+    with contextlib.suppress(OSError):
+        if world.rank == 0 and folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            made = folder / f".ranks-{uuid.uuid4().hex}"
+            made.write_bytes(b"")
+            probe = made
     mine = provenance.public_config(config)
     try:
         first, written = world.broadcast((mine, probe))
         rank = _describe(world, texts or {}, first, mine)
         _refuse(_differences(gather_objects(rank)))
         sees_folder = folder is None or written is None or _sees(folder / written.name)
-        ranks = gather_objects(_measured(rank, world, sees_folder))
+        seconds, digests = products(world.device)
+        tried = replace(rank, product_seconds=seconds, digests=digests, sees_folder=sees_folder)
+        ranks = gather_objects(tried)
     finally:
         if probe is not None:
             with contextlib.suppress(OSError):
                 probe.unlink()
-    problems = [*_wrong_results(ranks)]
+    problems = [*_wrong_products(ranks)]
     warnings = [*_odd_ranks(ranks, SLOW_FACTOR[world.device.type])]
     blind = [rank for rank in ranks if not rank.sees_folder]
     if written is not None and blind:
@@ -156,22 +156,12 @@ def check_ranks(
         )
     _refuse(problems)
     if world.rank == 0:
-        _log(ranks, warnings, world.device.type, time.perf_counter() - began)
+        for warning in warnings:
+            logger.warning(warning)
+        hosts = counted(len({rank.host for rank in ranks}), "hosts")
+        took = human_time(time.perf_counter() - began)
+        logger.info(f"{len(ranks)} ranks on {hosts} agree, checked in {took}")
     return warnings
-
-
-def _log(ranks: Sequence[Rank], warnings: Sequence[str], device_type: str, seconds: float) -> None:
-    for warning in warnings:
-        logger.warning(warning)
-    size = 4 * _ELEMENTS[device_type]
-    slowest = max(rank.sum_seconds for rank in ranks)
-    product = median(rank.product_seconds for rank in ranks)
-    logger.info(
-        f"{len(ranks)} ranks on {counted(len({rank.host for rank in ranks}), 'hosts')} agree, "
-        f"checked in {human_time(seconds)}: all-reduce of "
-        f"{human_bytes(size)} {size / slowest / 1e9:.3g} GB/s, product "
-        f"{2 * _ROWS[device_type] ** 3 / product / 1e12:.3g} TFLOPS"
-    )
 
 
 def _refuse(problems: Iterable[str]) -> None:
@@ -185,11 +175,14 @@ def _refuse(problems: Iterable[str]) -> None:
 
 def _describe(world: DistEnv, texts: Mapping[str, str], first: str, mine: str) -> Rank:
     """`first` and `mine` are configs of rank 0 and of this rank."""
+    code = hashlib.sha256()
+    for path in sorted(Path(titanlite.__file__).parent.rglob("*.py")):
+        code.update(path.read_bytes())
     facts = {
         **provenance.versions(),
         "torch": torch.__version__,
         "CUDA": str(torch.version.cuda),
-        "the code of titanlite": _code_hash()[:8],
+        "the code of titanlite": code.hexdigest()[:8],
         **{f"text for {name}": fingerprint[:8] for name, fingerprint in texts.items()},
     }
     device = device_name(world.device)
@@ -218,16 +211,6 @@ def _describe(world: DistEnv, texts: Mapping[str, str], first: str, mine: str) -
     )
 
 
-def _code_hash() -> str:
-    """Return a hash of titanlite's files, but for those that no run imports."""
-    root = Path(titanlite.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        if path.relative_to(root).parts[0] not in ("cli", "deploy", "train_configs"):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
 def _differences(ranks: Sequence[Rank]) -> Iterator[str]:
     for name in dict.fromkeys(name for rank in ranks for name in rank.facts):
         groups = _groups(ranks, [rank.facts.get(name, "none") for rank in ranks])
@@ -247,48 +230,13 @@ def _differences(ranks: Sequence[Rank]) -> Iterator[str]:
 # What is measured
 
 
-def _measured(rank: Rank, world: DistEnv, sees_folder: bool) -> Rank:
-    kind = world.device.type
-    used = 0
-    if kind == "cuda":
-        free, total = torch.cuda.mem_get_info(world.device)
-        used = max(total - free - _CONTEXT_BYTES - int(_USED_SHARE * total), 0) and total - free
-    base = (torch.arange(_ELEMENTS[kind], device=world.device) % 251).float()
-    wanted = world.size * base + sum(rank % 64 for rank in range(world.size))
-    seconds = []
-    right = True
-    for _ in range(3):
-        # Whole numbers below 2^24: their sum in float32 is exact.
-        reduced = base + world.rank % 64
-        seconds.append(_timed(world.device, partial(dist.all_reduce, reduced)))
-        right &= torch.equal(reduced, wanted)
-    del base, reduced, wanted
-    product_seconds, digests = products(world.device)
-    if os.environ.get("PYTORCH_TUNABLEOP_ENABLED") == "1" and len(digests) == 1:
-        # Each rank chooses its kernels by time: their bits may differ.
-        digests = ()
-    if kind == "cuda":
-        # The run's own peaks begin with the model.
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(world.device)
-    return replace(
-        rank,
-        sum_is_right=right,
-        sum_seconds=min(seconds),
-        product_seconds=product_seconds,
-        digests=digests,
-        sees_folder=sees_folder,
-        used=used,
-    )
-
-
 def products(device: torch.device) -> tuple[float, tuple[int, ...]]:
     """Return the fastest seconds of two fixed matrices' product, and the products' digests."""
     rows = _ROWS[device.type]
-    dtype, bits, warm = torch.float32, torch.int32, 0.0
+    dtype, bits, warm, wait = torch.float32, torch.int32, 0.0, lambda: None
     if device.type == "cuda":
         dtype, bits, warm = torch.bfloat16, torch.int16, _WARM_SECONDS
+        wait = partial(torch.cuda.synchronize, device)
     generator = torch.Generator(device).manual_seed(0)
     a = torch.randn(rows, rows, generator=generator, device=device, dtype=dtype)
     b = torch.randn(rows, rows, generator=generator, device=device, dtype=dtype)
@@ -297,27 +245,26 @@ def products(device: torch.device) -> tuple[float, tuple[int, ...]]:
     digests: list[int] = []
     until = time.perf_counter() + warm
     while len(digests) < _PRODUCTS or time.perf_counter() < until:
-        seconds.append(_timed(device, lambda: torch.mm(a, b, out=made)))
+        wait()
+        began = time.perf_counter()
+        torch.mm(a, b, out=made)
+        wait()
+        seconds.append(time.perf_counter() - began)
         digests.append(int(made.view(bits).sum(dtype=torch.int64)))
-    return min(seconds), tuple(dict.fromkeys(digests))
+    if device.type == "cuda":
+        # The run's own peaks begin with the model.
+        del a, b, made
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    found = tuple(dict.fromkeys(digests))
+    if os.environ.get("PYTORCH_TUNABLEOP_ENABLED") == "1" and len(found) == 1:
+        # Each rank chooses its kernels by time: their bits may differ.
+        found = ()
+    return min(seconds), found
 
 
-def _timed(device: torch.device, work: Callable[[], object]) -> float:
-    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
-    wait()
-    began = time.perf_counter()
-    work()
-    wait()
-    return time.perf_counter() - began
-
-
-def _wrong_results(ranks: Sequence[Rank]) -> Iterator[str]:
-    wrong = [rank for rank in ranks if not rank.sum_is_right]
-    if wrong:
-        yield (
-            f"an all-reduce gives a wrong sum on {_named(wrong)}. Leave these devices out, and "
-            "test them"
-        )
+def _wrong_products(ranks: Sequence[Rank]) -> Iterator[str]:
     compared = [rank for rank in ranks if rank.digests]
     for group in _groups(compared, [rank.kind for rank in compared]).values():
         common, votes = Counter(rank.digests for rank in group).most_common(1)[0]
@@ -352,11 +299,6 @@ def _odd_ranks(ranks: Sequence[Rank], slow_factor: float) -> Iterator[str]:
         # Of two the faster one.
         middle = median_low(rank.product_seconds for rank in group)
         for rank in group:
-            if rank.used:
-                yield (
-                    f"{rank}: {human_bytes(rank.used)} of its memory are used before the run. "
-                    "Another process uses this GPU, see nvidia-smi there"
-                )
             if rank.product_seconds > slow_factor * middle:
                 yield (
                     f"{rank} is slow: a matrix product takes {rank.product_seconds * 1e3:.2f} ms, "
@@ -367,16 +309,6 @@ def _odd_ranks(ranks: Sequence[Rank], slow_factor: float) -> Iterator[str]:
 
 
 # The folder
-
-
-def _write_probe(folder: Path) -> Path | None:
-    """None if rank 0 itself cannot write, which its other files will tell."""
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".ranks-{uuid.uuid4().hex}"
-        probe.write_bytes(b"")
-        return probe
-    return None
 
 
 def _sees(probe: Path) -> bool:

@@ -149,15 +149,11 @@ def evaluate_rank(arguments: argparse.Namespace) -> int:
             about = {"checkpoint": str(folder), "step": manifest.step, "ranks": env.world_size}
             found = {**about, **_figures(result.all)}
             found["sources"] = {name: _figures(one) for name, one in losses.items()}
-            if result.parts:
-                found["parts"] = [_figures(one) for one in result.parts]
             print(to_json(found))
         else:
             shown = dict(losses)
             if len(losses) > 1:
                 shown["all"] = result.all
-            for number, one in enumerate(result.parts, start=1):
-                shown[f"part {number} of {len(result.parts)} of the sequence"] = one
             cells = [
                 (name, f"{one.loss:.4f}", f"{one.perplexity:.4g}", f"{one.tokens:,}")
                 for name, one in shown.items()

@@ -17,7 +17,6 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 from titanlite.config.dataset_names import hub_text
 from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
-from titanlite.data.empty_files import watched
 from titanlite.data.file_kinds import Format
 from titanlite.data.formats import iter_rows, plain_kind
 from titanlite.data.listing import Place
@@ -199,27 +198,15 @@ class _Section(io.RawIOBase):
 
 def records_of(shards: TextFiles, piece: Piece, start: int) -> Iterator[Record]:
     """Iterate over a piece's records after number `start`, in a range of bytes from its begin."""
-    found = _all_records_of(shards, piece, start)
-    if start == 0:
-        found = watched(found, _place_of(piece))
-    yield from found
-    if not is_url(piece.name) and _about(piece.name) != piece.about:
-        raise DataError(f"{piece.name} has changed while it was read; run the same command again")
-
-
-def _place_of(piece: Piece) -> str:
-    if piece.unit == "bytes" and piece.first:
-        return f"{piece.name} from byte {piece.first:,} on"
-    return piece.name
-
-
-def _all_records_of(shards: TextFiles, piece: Piece, start: int) -> Iterator[Record]:
     if piece.unit == "bytes":
+        name = f"{piece.name} from byte {piece.first:,} on" if piece.first else piece.name
         with open(piece.name, "rb") as file:
             content = io.BufferedReader(_Section(file, piece.first, piece.end), 1 << 18)
-            yield from iter_rows(content, _place_of(piece), "json", shards.columns, start)
+            yield from iter_rows(content, name, "json", shards.columns, start)
     else:
         records = replace(shards, names=(piece.name,)).records(0, max(start, piece.first))
         yield from itertools.takewhile(
             lambda one: piece.unit == "file" or one.number <= piece.end, records
         )
+    if not is_url(piece.name) and _about(piece.name) != piece.about:
+        raise DataError(f"{piece.name} has changed while it was read; run the same command again")

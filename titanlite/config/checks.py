@@ -23,6 +23,7 @@ from titanlite import doors
 from titanlite.config import dotted_keys
 from titanlite.config.data_sections import Data, DataPhase, DataSource, steps_of
 from titanlite.config.dataset_names import BUNDLED_TOKENIZER_NAME, fetch_hint, name_problem
+from titanlite.config.decays import DECAYS
 from titanlite.config.errors import Problem
 from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
@@ -88,7 +89,11 @@ NEEDS: tuple[Rule, ...] = (
     Rule("validation.ema", True, "optimizer.ema_decay", bool),
     Rule("eval.ema", True, "optimizer.ema_decay", bool),
     Rule("guard.policy", "rollback", _SAVES, True),
-    Rule(f"{_RATE}decay_type", "plateau", f"{_RATE}plateau_ratio", is_set),
+    *(
+        Rule(f"{_RATE}decay_type", kind, f"{_RATE}{name}", is_set)
+        for kind, decay in DECAYS.items()
+        for name in decay.needs
+    ),
     Rule(_MODE, "budget", _COMPILE, True),
     Rule(
         _EARLY,
@@ -147,8 +152,9 @@ CONFLICTS: tuple[Rule, ...] = (
         "a pipeline reduces gradients once, after the last micro-batch",
     ),
     *(
-        Rule(f"{_RATE}{name}", bool, f"{_RATE}decay_type", "constant", "there is nothing to shape")
-        for name in ("decay_ratio", "decay_steps", "plateau_ratio", "min_lr_factor")
+        Rule(f"{_RATE}{name}", bool, f"{_RATE}decay_type", kind, "there is nothing to shape")
+        for kind, decay in DECAYS.items()
+        for name in decay.excludes
     ),
     *(
         Rule(f"{_RATE}{name}", bool, f"{_RATE}style", "fsdp", "its decay runs over all steps")
@@ -179,10 +185,6 @@ def _numbers(config: LoadedConfig) -> Iterator[Problem]:
     if (d.stall.deadline_seconds or 0) >= timeout:
         message = f"comes after comm.train_timeout_seconds = {timeout}, which ends the run"
         yield Problem("conflict", "stall.deadline_seconds", message, "lower the one")
-    length = d.validation.seq_len or d.training.seq_len
-    if d.validation.enable and (d.validation.parts or 0) > length:
-        message = f"is {d.validation.parts}, and a held-out sequence has {length} tokens"
-        yield Problem("out-of-range", "validation.parts", message, f"{length} is the most")
     steps = profiling.profiler_warmup + profiling.profiler_active
     if profiling.enable_profiling and profiling.profile_freq < steps:
         message = (

@@ -172,8 +172,6 @@ class Data(Section, frozen=True):
     """Steps that a background thread keeps ready. 0: prepared when needed."""
     pin_memory: bool = True
     """On GPUs, that thread puts batches into page-locked memory, so that copies do not wait."""
-    log_documents: bool = False
-    """Write the documents of each step's batch to documents.jsonl in job.dump_folder."""
     skip_steps: list[Count | StepRange] = []
     """Steps of the data order to leave out, as [120, "200-250"]: those of an undisturbed run of
     this global batch.
@@ -194,10 +192,6 @@ class Validation(Section, frozen=True):
     """
     steps: CountOrRest = -1
     """Batches of a validation, of each source. -1: one full pass."""
-    parts: Annotated[int, Meta(ge=2)] | None = None
-    """Also log the loss of each of this many equal parts of the sequence, 4 for its quarters.
-    Validation then takes that many times as long.
-    """
     batch_size: Count | None = None
     """Sequences per data-parallel rank. None: training.batch_size."""
     seq_len: Count | None = None

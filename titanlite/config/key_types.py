@@ -23,7 +23,10 @@ def base(type_: Any) -> Any:
 def choices(type_: Any) -> list[Any]:
     """Return the values that a type lists one by one."""
     listed = [
-        value for part in members(type_) if get_origin(part) is Literal for value in get_args(part)
+        value
+        for part in map(base, members(type_))
+        if get_origin(part) is Literal
+        for value in get_args(part)
     ]
     return listed + names_beside_paths(type_)
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from titanlite.config.dataset_names import BUNDLED_TOKENIZER_NAME as BUNDLED
+from titanlite.config.decays import DECAYS, IN_WORDS
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.value_types import (
     Count,
@@ -151,10 +152,6 @@ class Optimizer(Section, frozen=True):
         return self.lr or max((group.lr or 0.0 for group in self.groups), default=0.0)
 
 
-#: Kinds of a decay. `titanlite.optim.schedule` has the formula of each.
-DecayType = Literal["constant", "linear", "cosine", "sqrt", "exponential"]
-
-
 class LrScheduler(Section, frozen=True):
     """The learning rate over the run. The warm-up in steps is training.warmup_steps."""
 
@@ -170,8 +167,11 @@ class LrScheduler(Section, frozen=True):
     """
     warmup_ratio: Ratio | None = None
     """Warm-up as a share of the schedule, instead of training.warmup_steps."""
-    decay_type: Literal[DecayType, "plateau"] = "linear"
-    """Shape of the decay; plateau: held for plateau_ratio of the run, then linear."""
+    decay_type: Annotated[
+        Literal[tuple(DECAYS)],  # type: ignore[valid-type]
+        Meta(extra={"words": IN_WORDS}),
+    ] = "linear"
+    """Shape of the decay."""
     decay_ratio: Ratio | None = None
     """Decay over the last share of the schedule only. None: from the end of the warm-up."""
     decay_steps: Count | None = None

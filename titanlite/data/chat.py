@@ -10,22 +10,26 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from datetime import date
+from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data import DataError
-from titanlite.data.chat_process import TemplateError, ask
-from titanlite.data.chat_worker import BEGIN, DAY, END, NO_TURN, SYNTAX, TEXT, Request
 from titanlite.data.records import are_turns, cut
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokenizer.base import whole_characters
 from titanlite.utils import parse_json
 
+#: Before and after a turn of the assistant. Unicode keeps these two free of characters.
+BEGIN = "\ufdd0"
+END = "\ufdd1"
 _UNMARKED = str.maketrans("", "", BEGIN + END)
+#: Name of the variable with the day that `strftime_now` of a template has.
+DAY = "template_date"
 
 #: Files beside a tokenizer that may hold its template, the first that does.
 TEMPLATE = "chat_template.jinja"
@@ -83,34 +87,89 @@ class ChatTemplate(NamedTuple):
                 f"{where}: the loss counts each turn of the assistant, and a message has another "
                 f"weight than 1: {cut(unweighted[0])}; leave it out"
             )
-        return self._ask("render", _without_nulls(messages), where)
+        messages = _without_nulls(messages)
+        whole = self._text(messages, where)
+        if BEGIN in whole:
+            return whole
+        parts: list[str] = []
+        done = 0
+        for number, role in enumerate(roles):
+            if role != "assistant":
+                continue
+            prompt = self._text(messages[:number], where, prompt=True)
+            turn = self._text(messages[: number + 1], where)
+            is_found = whole.startswith(turn) and turn.startswith(prompt) and len(prompt) >= done
+            if not is_found:
+                raise DataError(
+                    f"{where}: message {number + 1}, of the assistant, cannot be found in the "
+                    "rendered text: the messages before it render differently without those after "
+                    "them. Put {% generation %} and {% endgeneration %} around the assistant's "
+                    "content in the template"
+                )
+            parts += [whole[done : len(prompt)], BEGIN, whole[len(prompt) : len(turn)], END]
+            done = len(turn)
+        return "".join(parts) + whole[done:]
 
     def prompt(self, messages: Sequence[Mapping[str, str]], where: str) -> str:
         """Return the text up to the assistant's next turn. Raises DataError if the template refuses
         it.
         """
-        return self._ask("prompt", messages, where).translate(_UNMARKED)
+        return self._text(messages, where, prompt=True).translate(_UNMARKED)
 
-    def _ask(self, action: str, messages: Sequence[Mapping[str, Any]], where: str) -> str:
+    def _text(self, messages: Sequence[Any], where: str, prompt: bool = False) -> str:
+        variables: dict[str, Any] = {"tools": None, "documents": None, **dict(self.tokens)}
+        if DAY in variables:
+            variables["strftime_now"] = datetime.fromisoformat(variables[DAY]).strftime
         try:
-            kind, text = ask(Request(action, self.source, dict(self.tokens), messages))
-        except TemplateError as error:
-            raise DataError(
-                f"{where}: the chat template cannot be rendered: {error}; mend the template"
-            ) from None
-        if kind == NO_TURN:
-            raise DataError(
-                f"{where}: message {text}, of the assistant, cannot be found in the rendered "
-                "text: the messages before it render differently without those after them. Put "
-                "{% generation %} and {% endgeneration %} around the assistant's content in the "
-                "template"
+            found: str = _compiled(self.source).render(
+                messages=messages, add_generation_prompt=prompt, **variables
             )
-        if kind != TEXT:
+        except Exception as error:  # a template raises what its filters and tests raise
             hint = ""
-            if "'strftime_now' is undefined" in text:
+            if "'strftime_now' is undefined" in str(error):
                 hint = '; it writes the date: set data.template_date, as "2025-01-31"'
-            raise DataError(f"{where}: the chat template refuses it: {text}{hint}")
-        return text
+            raise DataError(
+                f"{where}: the chat template refuses it: {type(error).__name__}: {error}{hint}"
+            ) from error
+        return found
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> Any:
+    """Compile as `transformers` does, without the date of today."""
+    import jinja2
+    from jinja2 import nodes
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return f"{BEGIN}{caller()}{END}"
+
+    def refuse(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    def to_json(
+        value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    # Messages have no keys with null, which some templates ask for: DeepSeek's for the content.
+    environment.tests["none"] = lambda value: value is None or jinja2.is_undefined(value)
+    environment.globals["raise_exception"] = refuse
+    return environment.from_string(source)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -118,20 +177,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     return list(map(_without_nulls, value)) if isinstance(value, list) else value
-
-
-def _check(source: str, place: str) -> None:
-    try:
-        kind, text = ask(Request("check", source, {}))
-    except TemplateError as error:
-        raise DataError(
-            f"{place}: the chat template cannot be read: {error}; mend the template"
-        ) from None
-    if kind == SYNTAX:
-        line, _, message = text.partition("\n")
-        raise DataError(f"{place}, line {line}: {message}")
-    if kind != TEXT:
-        raise DataError(f"{place}: the chat template cannot be read: {text}")
 
 
 def load_template(
@@ -147,63 +192,55 @@ def load_template(
     template.
     """
     folder = tokenizer.folder
-    config = _config_beside(folder, key)
-    variables = _variables(tokenizer, config)
-    if day:
-        try:
-            variables[DAY] = str(date.fromisoformat(day))
-        except ValueError as error:
-            raise DataError(f"data.template_date: {day!r} is no day: {error}") from None
-    place, source = _find_source(folder, path, config, key)
+    place, source, config = _read_source(folder, path, key)
+    if isinstance(source, list):
+        # Several, by name.
+        source = {one["name"]: one["template"] for one in source}.get("default")
     if not isinstance(source, str):
         raise DataError(
             f"{key}: the tokenizer brings no chat template ({TEMPLATE}, or chat_template in "
             f"{_CONFIG}, in {folder or 'the folder of model.tokenizer_path'}); name a Jinja file, "
             f'or "{_PLAIN}"'
         )
-    _check(source, f"{key}: {place}")
+    try:
+        _compiled(source)
+    except Exception as error:  # not of syntax alone: a template may be nested too deeply
+        line = getattr(error, "lineno", None)
+        at = f", line {line}" if line else ""
+        raise DataError(f"{key}: {place}{at}: {getattr(error, 'message', error)}") from None
+    name_of = {number: name for name, number in tokenizer.special_tokens.items()}
+    variables = {"bos_token": name_of[tokenizer.bos_id], "eos_token": name_of[tokenizer.eos_id]}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            value = value.get("content")
+        if name.endswith("_token") and isinstance(value, str):
+            variables[name] = value
+    if day:
+        try:
+            variables[DAY] = str(datetime.fromisoformat(day).date())
+        except ValueError as error:
+            raise DataError(f"data.template_date: {day!r} is no day: {error}") from None
     return ChatTemplate(source, tuple(variables.items()))
 
 
-def _config_beside(folder: str | None, key: str) -> dict[str, Any]:
+def _read_source(folder: str | None, path: str | None, key: str) -> tuple[str, Any, dict[str, Any]]:
+    """Return where a template is, its source, and the tokenizer's config."""
+    place = f"{folder}/{_CONFIG}"
     try:
         content = _beside(folder, _CONFIG)
         config = parse_json(content) if content else {}
         if not isinstance(config, dict):
             raise ValueError("it holds no JSON object")
-    except (OSError, ValueError) as error:
-        raise DataError(f"{key}: {folder}/{_CONFIG} cannot be read: {error}") from None
-    return config
-
-
-def _find_source(
-    folder: str | None, path: str | None, config: Mapping[str, Any], key: str
-) -> tuple[str, Any]:
-    if path == _PLAIN:
-        return _PLAIN, PLAIN_TEMPLATE
-    place = path or f"{folder}/{TEMPLATE}"
-    try:
-        content = _beside(folder, TEMPLATE) if path is None else Path(path).read_bytes()
-        if content is not None:
-            return place, content.decode()
+        source = config.get("chat_template")
+        content = _beside(folder, TEMPLATE)
+        if path == _PLAIN:
+            place, source = _PLAIN, PLAIN_TEMPLATE
+        elif path or content is not None:
+            place = path or f"{folder}/{TEMPLATE}"
+            source = Path(place).read_bytes().decode()
     except (OSError, ValueError) as error:
         raise DataError(f"{key}: {place} cannot be read: {error}") from None
-    source = config.get("chat_template")
-    if isinstance(source, list):
-        # Several, by name.
-        source = {one["name"]: one["template"] for one in source}.get("default")
-    return f"{folder}/{_CONFIG}", source
-
-
-def _variables(tokenizer: Tokenizer, config: Mapping[str, Any]) -> dict[str, str]:
-    name_of = {number: name for name, number in tokenizer.special_tokens.items()}
-    tokens = {"bos_token": name_of[tokenizer.bos_id], "eos_token": name_of[tokenizer.eos_id]}
-    for name, value in config.items():
-        if isinstance(value, dict):
-            value = value.get("content")
-        if name.endswith("_token") and isinstance(value, str):
-            tokens[name] = value
-    return tokens
+    return place, source, config
 
 
 def _beside(folder: str | None, name: str) -> bytes | None:

@@ -15,7 +15,7 @@ from titanlite.data import DataError
 from titanlite.data.file_kinds import KINDS, Format, why_no_text
 from titanlite.data.listing import FoundFile, Listing, Place, UnclearTextError, some_of
 from titanlite.data.splits import ALL_SPLITS, SPLIT_WORDS, are_apart, split_of
-from titanlite.utils import counted
+from titanlite.utils import counted, logger
 
 #: Reason → files, below their folder, that are not read for it.
 _Passed = dict[str, list[str]]
@@ -98,6 +98,9 @@ def _listing(
     split: str | None,
     mixed_splits: Mapping[str, int],
 ) -> Listing:
+    empty = [file.relative for file in texts if file.size == 0]
+    if empty:
+        logger.warning(f"{some_of(empty)}: empty files add nothing to the text")
     sizes = [file.size for file in texts]
     size = None
     if None not in sizes:

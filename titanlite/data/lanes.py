@@ -13,14 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data import DataError
-from titanlite.data.empty_files import watched
 from titanlite.data.records import Record
 from titanlite.data.rows import Row, Window, make_row
 from titanlite.data.sequences import epoch_order
 from titanlite.data.state import StateError
 from titanlite.data.text_files import TextFiles
 from titanlite.data.threads import Pool
-from titanlite.data.tokenize_files import Corpus, targets_of
+from titanlite.data.tokenize_files import targets_of
 
 #: Characters of text that are tokenized at once.
 _CHUNK = 1 << 18
@@ -44,7 +43,7 @@ class StreamText:
     """The files of a stream, and how their documents become rows.
 
     `description` of tokenizer and encoding is for the fingerprint. `buffer` counts documents mixed
-    together, over all lanes. With `best_fit` those of a block are fitted whole into rows.
+    together, over all lanes.
     """
 
     shards: TextFiles
@@ -56,7 +55,6 @@ class StreamText:
     shuffle: bool = True
     buffer: int = 10_000
     mask_documents: bool = False
-    best_fit: bool = False
 
 
 class Place(NamedTuple):
@@ -67,7 +65,6 @@ class Place(NamedTuple):
     #: begins.
     shard: int = 0
     row: int = 0
-    #: With best-fit packing the number of a row of the block.
     document: int = 0
     offset: int = 0
 
@@ -137,33 +134,69 @@ class LaneReader:
             'checkpoint.exclude_from_loading = ["dataloader"] begins the text again'
         )
 
+    def rows(self, start: Place) -> Iterator[tuple[ServedRow, Place]]:
+        """Yield rows, each with the place after it; the last target of a row begins the next
+        one.
+        """
+        text = self.text
+        chunks = _Ahead(self.documents(start), self.encoders)
+        #: Documents that are not served to the end, and served tokens of the first of them.
+        queue: deque[_Document] = deque()
+        served = start.offset
+        while True:
+            while not queue:
+                queue += chunks.take()
+            if served >= len(queue[0].ids):
+                # The text has changed since the checkpoint.
+                served = 0
+            left = text.seq_len + 1
+            while sum(len(document.ids) for document in queue) - served < left:
+                queue += chunks.take()
+            parts: list[_Document] = []
+            while True:
+                document = queue[0]
+                end = min(len(document.ids), served + left)
+                ids = document.ids[served:end]
+                parts.append(document._replace(ids=ids, targets=document.targets[served:end]))
+                left -= len(ids)
+                if not left:
+                    break
+                queue.popleft()
+                served = 0
+            served = end - 1
+            lengths = np.array([len(part.ids) for part in parts])
+            window = Window(
+                ids=np.concatenate([part.ids for part in parts]),
+                targets=np.concatenate([part.targets for part in parts]),
+                begins=np.cumsum(lengths) - lengths,
+            )
+            row = make_row([window], text.seq_len, text.pad_id, text.mask_documents)
+            documents = [(part.name, len(part.ids)) for part in parts]
+            yield ServedRow(row, documents), document.place._replace(offset=served)
+
     def documents(self, start: Place) -> Iterator[list[_Document]]:
-        """Yield tokenized documents in order, some at a time, and [] after each block."""
+        """Yield tokenized documents in order, some at a time."""
         blocks = _Ahead(self._blocks(start), self.readers)
         first = start.document
         while True:
             block = blocks.take()
-            yield from self._tokenized(block, first)
-            yield []
+            place = block.place
+            key = (place.epoch << 40) ^ (place.shard << 24) ^ place.row
+            order = self._order(len(block.records), key)
+            chunk: list[_Document] = []
+            size = 0
+            for index in range(first, len(order)):
+                record = block.records[order[index]]
+                ids, mask = self.text.encode(record)
+                targets = targets_of([0, len(ids)], [mask])
+                name = f"{record.file}:{record.number}"
+                chunk.append(_Document(ids, targets, place._replace(document=index), name))
+                size += len(record.text)
+                if size > _CHUNK or index == len(order) - 1:
+                    yield chunk
+                    chunk = []
+                    size = 0
             first = 0
-
-    def _tokenized(self, block: _Block, first: int) -> Iterator[list[_Document]]:
-        place = block.place
-        key = (place.epoch << 40) ^ (place.shard << 24) ^ place.row
-        order = self._order(len(block.records), key)
-        chunk: list[_Document] = []
-        size = 0
-        for index in range(first, len(order)):
-            record = block.records[order[index]]
-            ids, mask = self.text.encode(record)
-            targets = targets_of([0, len(ids)], [mask])
-            name = f"{record.file}:{record.number}"
-            chunk.append(_Document(ids, targets, place._replace(document=index), name))
-            size += len(record.text)
-            if size > _CHUNK or index == len(order) - 1:
-                yield chunk
-                chunk = []
-                size = 0
 
     def _blocks(self, start: Place) -> Iterator[_Block]:
         text = self.text
@@ -195,8 +228,6 @@ class LaneReader:
         if text.shuffle:
             size = max(text.buffer // self.lanes, 1)
         all_records = text.shards.records(share.shard, start.row)
-        if start.row == 0:
-            all_records = watched(all_records, text.shards.names[share.shard])
         own = (record for record in all_records if record.number % share.parts == share.part)
         place = start
         while records := list(itertools.islice(own, size)):
@@ -235,97 +266,10 @@ class Lane:
         self.place = start
         #: Counts and places before the latest rows, to go back to.
         self.passed: deque[tuple[int, Place]] = deque(maxlen=_PASSED)
-        rows_from = _packed_rows if reader.text.best_fit else _split_rows
-        self._rows = rows_from(reader, start)
+        self._rows = reader.rows(start)
 
     def next_row(self) -> ServedRow:
         self.passed.append((self.count, self.place))
         row, self.place = next(self._rows)
         self.count += 1
         return row
-
-
-def _split_rows(reader: LaneReader, start: Place) -> Iterator[tuple[ServedRow, Place]]:
-    """Yield rows, each with the place after it; the last target of a row begins the next one."""
-    text = reader.text
-    chunks = _Ahead(reader.documents(start), reader.encoders)
-    #: Documents that are not served to the end, and tokens of the first of them that are served.
-    queue: deque[_Document] = deque()
-    served = start.offset
-    while True:
-        while not queue:
-            queue += chunks.take()
-        if served >= len(queue[0].ids):
-            # The text has changed since the checkpoint.
-            served = 0
-        left = text.seq_len + 1
-        while sum(len(document.ids) for document in queue) - served < left:
-            queue += chunks.take()
-        parts: list[_Document] = []
-        while True:
-            document = queue[0]
-            end = min(len(document.ids), served + left)
-            ids = document.ids[served:end]
-            parts.append(document._replace(ids=ids, targets=document.targets[served:end]))
-            left -= len(ids)
-            if not left:
-                break
-            queue.popleft()
-            served = 0
-        served = end - 1
-        lengths = np.array([len(part.ids) for part in parts])
-        window = Window(
-            ids=np.concatenate([part.ids for part in parts]),
-            targets=np.concatenate([part.targets for part in parts]),
-            begins=np.cumsum(lengths) - lengths,
-        )
-        row = make_row([window], text.seq_len, text.pad_id, text.mask_documents)
-        documents = [(part.name, len(part.ids)) for part in parts]
-        yield ServedRow(row, documents), document.place._replace(offset=served)
-
-
-def _packed_rows(reader: LaneReader, start: Place) -> Iterator[tuple[ServedRow, Place]]:
-    """Fit the documents of each block into rows, and yield each with the place after it.
-
-    `Place.document` counts rows here.
-    """
-    blocks = _Ahead(_packed_blocks(reader, start), reader.encoders)
-    while True:
-        for number, place, row in blocks.take():
-            yield row, place._replace(document=number + 1)
-
-
-def _packed_blocks(
-    reader: LaneReader, start: Place
-) -> Iterator[list[tuple[int, Place, ServedRow]]]:
-    first = start.document
-    block: list[_Document] = []
-    for chunk in reader.documents(start._replace(document=0)):
-        block += chunk
-        if not chunk:
-            # The end of a block.
-            rows = _pack(reader.text, block)
-            yield [(number, block[0].place, row) for number, row in enumerate(rows)][first:]
-            first = 0
-            block = []
-
-
-def _pack(text: StreamText, block: list[_Document]) -> list[ServedRow]:
-    from titanlite.data.best_fit import BestFitDataset
-
-    corpus = Corpus(
-        tokens=np.concatenate([document.ids for document in block]),
-        offsets=np.concatenate([[0], np.cumsum([len(document.ids) for document in block])]),
-        pad_id=text.pad_id,
-        fingerprint="",
-        files=(),
-        targets=np.concatenate([document.targets for document in block]),
-    )
-    fitted = BestFitDataset(
-        corpus, seq_len=text.seq_len, shuffle=False, epochs=1, mask_documents=text.mask_documents
-    )
-    rows = []
-    for number in range(fitted.sequences_per_epoch):
-        documents = [(block[one].name, tokens) for one, tokens in fitted.documents_in(number)]
-        rows.append(ServedRow(fitted.sequence(number), documents))
-    return rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,7 +74,7 @@ class Columns(NamedTuple):
 def strings_of(record: object, columns: Columns, where: str) -> list[Any]:
     """Return text and perhaps prompt of a record.
 
-    Raises DataError that begins with `where` for no string or a lone surrogate.
+    Raises DataError that begins with `where` for no string.
     """
     if not isinstance(record, Mapping):
         raise DataError(
@@ -83,7 +83,6 @@ def strings_of(record: object, columns: Columns, where: str) -> list[Any]:
         )
     if columns.chat is not None and columns.text in record:
         messages = record[columns.text]
-        refuse_surrogates(messages, columns.text, where)
         if not are_turns(messages, ("role",)):
             raise DataError(
                 f"{where}: the key {columns.text!r} is no list of messages, each with role and "
@@ -94,7 +93,6 @@ def strings_of(record: object, columns: Columns, where: str) -> list[Any]:
     for column in columns.wanted:
         value = record.get(column)
         if isinstance(value, str):
-            refuse_surrogates(value, column, where)
             strings.append(value)
             continue
         if column in record:
@@ -119,35 +117,3 @@ def cut(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str)
     text = text.encode(errors="replace").decode()
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
-
-
-# Halves of surrogate pairs: JSON can spell them, and no tokenizer can encode them
-
-
-def refuse_surrogates(value: Any, field: str, where: str) -> None:
-    r"""Raise DataError for a lone surrogate, such as JSON's "\ud83d" alone, in nested strings.
-
-    A tokenizer would put U+FFFD in its place.
-    """
-    for path, text in _strings(value, field):
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            code = ord(text[error.start])
-            raise DataError(
-                f"{where}: the field {path} holds \\u{code:04x} at character {error.start + 1}, "
-                "half of a surrogate pair; write the whole pair, or leave it out"
-            ) from None
-
-
-def _strings(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    # No function that calls itself: JSON may be nested deeply.
-    left = [(path, value)]
-    while left:
-        where, one = left.pop()
-        if isinstance(one, str):
-            yield where, one
-        elif isinstance(one, list):
-            left += [(f"{where}[{number}]", inner) for number, inner in enumerate(one)]
-        elif isinstance(one, dict):
-            left += [(f"{where}.{name}", inner) for name, inner in one.items()]

@@ -103,18 +103,12 @@ class StreamRows(Rows):
             settings["lanes"] = self.given_lanes
         if text.mask_documents:
             settings["mask_documents"] = True
-        if text.best_fit:
-            settings["packing"] = "best-fit"
         return settings
 
     def describe(self) -> str:
         files = counted(len(self.text.shards.names), "files")
         lanes = counted(self.lanes, "lanes")
-        packing = ", best-fit" if self.text.best_fit else ""
-        return (
-            f"{files}, read while training in {lanes}, {self.text.buffer:,} documents at a "
-            f"time{packing}"
-        )
+        return f"{files}, read while training in {lanes}, {self.text.buffer:,} documents at a time"
 
     def sequence(self, index: int) -> Row:
         """Return sequence `index`. Raises DataError if its text cannot be read."""
@@ -137,16 +131,13 @@ class StreamRows(Rows):
             places = dict(self._places)
             for number, lane in self._open.items():
                 places[number] = lane.count, lane.place
-        state: dict[str, Any] = {
+        return {
             "lanes": self.lanes,
             "revision": self.text.shards.revision,
             "cursors": [
                 [number, count, *place] for number, (count, place) in sorted(places.items())
             ],
         }
-        if self.text.best_fit:
-            state["packing"] = "best-fit"
-        return state
 
     def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the furthest place of each lane over all ranks."""
@@ -170,17 +161,11 @@ class StreamRows(Rows):
             raise DataError(
                 f"data.lanes: the checkpoint's order has {lanes} lanes, not {self.given_lanes}"
             )
-        # Numbers of documents and of packed rows are not the same.
-        is_packed_alike = ("packing" in state) == self.text.best_fit
-        places: dict[int, tuple[int, Place]] = {}
-        for number, count, *numbers in state.get("cursors", ()):
-            place = Place(*numbers)
-            if not is_packed_alike:
-                place = place._replace(document=0, offset=0)
-            places[number] = count, place
         self.close()
         self.lanes = lanes
-        self._places = places
+        self._places = {
+            number: (count, Place(*place)) for number, count, *place in state.get("cursors", ())
+        }
         self.text = replace(self.text, shards=self.text.shards.at(state.get("revision", "")))
 
     def close(self) -> None:
@@ -250,13 +235,18 @@ def open_stream(reader: TextReader, files: TextFiles, order: Order) -> StreamRow
     """Return the sequences of files that are read while training."""
     data = reader.data
     tokenizer = reader.tokenizer
+    if data.packing == "best-fit":
+        raise DataError(
+            f'{files.key}: data.packing = "best-fit" needs the lengths of all documents, and this '
+            "text is read as a stream. Prepare its tokens with `titanlite data prepare`, or set "
+            "data.streaming = false"
+        )
     text = StreamText(
         files,
         lambda record: encode_record(record, tokenizer, reader.vocab_size),
         description=f"{PACKING}, {tokenizer.fingerprint}",
         pad_id=tokenizer.eos_id,
         buffer=data.shuffle_buffer,
-        best_fit=data.packing == "best-fit",
         **order._asdict(),
     )
     rows = StreamRows(

@@ -18,7 +18,6 @@ from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.dataset_names import REGISTERED, HubText
 from titanlite.config.urls import public_name
 from titanlite.data import DataError
-from titanlite.data.empty_files import watched
 from titanlite.data.file_kinds import Format
 from titanlite.data.formats import read_file
 from titanlite.data.listing import Listing, Place
@@ -94,9 +93,7 @@ class TextFiles:
 
     def all_records(self) -> Iterator[Record]:
         """Iterate over all records in order. Raises DataError if there is none."""
-        of_files = []
-        for number, name in enumerate(self.names):
-            of_files.append(watched(self.records(number, 0), name, is_shared=True))
+        of_files = (self.records(number, 0) for number in range(len(self.names)))
         return all_of(of_files, self.names)
 
 
@@ -156,21 +153,14 @@ def list_files(path: Path, key: str = "training.dataset_path") -> list[Path]:
 
 
 def iter_records(
-    path: Path | Iterable[Path],
-    columns: Columns | None = None,
-    kind: Format = "auto",
-    is_shared: bool = True,
+    path: Path | Iterable[Path], columns: Columns | None = None, kind: Format = "auto"
 ) -> Iterator[Record]:
     """Iterate over the records of a path or a list of files, in order.
 
-    With `is_shared` all ranks read them, and rank 0 alone warns of files without text. Raises
-    DataError as `list_files` and `iter_rows`, and without records.
+    Raises DataError as `list_files` and `iter_rows`, and without records.
     """
     files = list_files(path) if isinstance(path, Path) else list(path)
-    of_files = []
-    for file in files:
-        of_files.append(watched(read_file(file, kind, columns), file, is_shared))
-    return all_of(of_files, files)
+    return all_of((read_file(file, kind, columns) for file in files), files)
 
 
 def all_of(records: Iterable[Iterator[Record]], files: Sequence[Path | str]) -> Iterator[Record]:

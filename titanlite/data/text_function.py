@@ -9,7 +9,7 @@ from titanlite.config.data_sections import DataSource
 from titanlite.config.own_functions import load_function
 from titanlite.data import DataError
 from titanlite.data.named_texts import key_of
-from titanlite.data.records import Columns, Record, refuse_surrogates, strings_of
+from titanlite.data.records import Columns, Record, strings_of
 from titanlite.data.text_files import columns_of
 from titanlite.data.tokenize_files import Corpus, tokenize
 
@@ -47,7 +47,6 @@ def own_records(function: str, key: str, columns: Columns | None = None) -> Iter
         if columns.chat is not None and isinstance(document, list):
             document = {columns.text: document}
         if isinstance(document, str) and columns.chat is None:
-            refuse_surrogates(document, columns.text, where)
             strings = [document]
         else:
             strings = strings_of(document, columns, where)

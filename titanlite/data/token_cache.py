@@ -1,7 +1,7 @@
 """Tokenized text on disk: one process of a node tokenizes, the others and later runs map the file.
 
 The name of a file is a hash of what decides its content: path, size and times of texts, tokenizer,
-library versions. A file is published atomically and has a checksum. A lock that ends with its
+library versions. A file is published atomically. A lock that ends with its
 process keeps others from the same work. When disk or lock fail, the text is tokenized in memory
 instead.
 """
@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import tempfile
-import zlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,17 +24,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite import __version__
+from titanlite.data import DataError
 from titanlite.data.file_kinds import Format
 from titanlite.data.records import Columns
 from titanlite.data.text_files import iter_records
 from titanlite.data.tokenize_files import PACKING, Corpus, tokenize, workers_of
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.utils import logger, new_file, not_a_link, parse_json, sync
+from titanlite.utils import human_time, logger, new_file, not_a_link, parse_json, sync
 
 #: "auto" keeps the tokens of texts of at least this many bytes. Less is tokenized in a tenth of a
 #: second.
 AUTO_BYTES = 1 << 20
 
+#: Seconds between two looks at another process's lock, between two lines about it, and of the
+#: longest wait for it.
+_POLL_SECONDS = 0.1
+_REPORT_SECONDS = 60.0
+_LONGEST_WAIT = 12 * 3600.0
 _HEADER_BYTES = 4096
 _LIBRARIES = ("tiktoken", "sentencepiece", "tokenizers")
 
@@ -55,11 +61,10 @@ def load_corpus(  # noqa: PLR0913
     (temporary files, for large texts) or "off". Raises DataError as `tokenize` and `workers_of`.
     """
     text = _Text(files, tokenizer, vocab_size, columns, kind)
-    if cache == "auto" and not _are_large(files):
-        cache = "off"
     if cache != "off":
         try:
-            return _from_cache(text, cache_folder(cache), workers)
+            if cache != "auto" or sum(file.stat().st_size for file in files) >= AUTO_BYTES:
+                return _from_cache(text, cache_folder(cache), workers)
         except OSError as error:
             logger.warning(
                 f'data.token_cache: "{cache}" cannot be used ({error}); this rank tokenizes the '
@@ -76,8 +81,8 @@ class _Text:
     columns: Columns | None
     kind: Format
 
-    def tokenized(self, workers: int, is_shared: bool = True) -> Corpus:
-        records = iter_records(self.files, self.columns, self.kind, is_shared)
+    def tokenized(self, workers: int) -> Corpus:
+        records = iter_records(self.files, self.columns, self.kind)
         return tokenize(self.files, self.tokenizer, self.vocab_size, workers, records)
 
     def stamp(self) -> str:
@@ -110,25 +115,16 @@ def _from_cache(text: _Text, folder: Path, workers: int | None) -> Corpus:
     """
     stamp = text.stamp()
     path = folder / f"{stamp}.tokens"
-    found = _load(path, text)
-    if found is not None:
-        return found
-    with _lock(folder / f"{stamp}.lock"):
-        found = _load(path, text)
-        if found is None:
-            corpus = text.tokenized(workers_of(workers, alone=True), is_shared=False)
-            # Another stamp: the text has changed meanwhile.
-            if text.stamp() == stamp:
-                _save(corpus, path)
-            found = _load(path, text) or corpus
-    return found
-
-
-def _are_large(files: list[Path]) -> bool:
-    try:
-        return sum(file.stat().st_size for file in files) >= AUTO_BYTES
-    except OSError:
-        return False  # the error comes when the text is read
+    if not path.exists():
+        with _lock(folder / f"{stamp}.lock"):
+            if not path.exists():
+                corpus = text.tokenized(workers_of(workers, alone=True))
+                # Another stamp: the text has changed meanwhile.
+                if text.stamp() == stamp:
+                    _save(corpus, path)
+                if not path.exists():
+                    return corpus
+    return _load(path, text)
 
 
 def cache_folder(cache: str) -> Path:
@@ -160,42 +156,32 @@ def records_folder(cache: str) -> Path | None:
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
     with open(path, "a+b", opener=not_a_link) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info(f"waiting for another process to tokenize the text ({path})")
-            fcntl.flock(file, fcntl.LOCK_EX)
+        waited = reported = 0.0
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if waited >= _LONGEST_WAIT:
+                    raise DataError(
+                        f"data.token_cache: another process has held {path} for "
+                        f'{human_time(waited)}; end it, or set data.token_cache = "off"'
+                    ) from None
+            if waited >= reported:
+                logger.info(
+                    f"waiting for another process to tokenize the text, for {human_time(waited)} "
+                    f"now ({path})"
+                )
+                reported += _REPORT_SECONDS
+            time.sleep(_POLL_SECONDS)
+            waited += _POLL_SECONDS
         try:
             yield
         finally:
             path.unlink(missing_ok=True)
 
 
-def _load(path: Path, text: _Text) -> Corpus | None:
-    if not path.exists():
-        return None
-    try:
-        about, arrays = _mapped(path)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        logger.warning(
-            f"{path} is damaged ({error}): it is removed, and the text is tokenized again"
-        )
-        path.unlink(missing_ok=True)
-        return None
-    offsets, tokens, *targets = arrays
-    return Corpus(
-        tokens=tokens,
-        offsets=offsets,
-        pad_id=text.tokenizer.eos_id,
-        fingerprint=about["fingerprint"],
-        files=tuple(text.files),
-        targets=targets[0] if targets else None,
-        characters=about.get("characters"),
-    )
-
-
-def _mapped(path: Path) -> tuple[dict[str, Any], list[NDArray[Any]]]:
-    """Raises an error of Python for a damaged file."""
+def _load(path: Path, text: _Text) -> Corpus:
     with open(path, "rb") as file:
         about = parse_json(file.read(_HEADER_BYTES))
     kinds = [("<i8", about["documents"] + 1), (about["dtype"], about["tokens"])]
@@ -208,16 +194,16 @@ def _mapped(path: Path) -> tuple[dict[str, Any], list[NDArray[Any]]]:
         # Plain arrays over the maps: slices of a memmap are slower.
         arrays.append(mapped.view(np.ndarray))
         at += mapped.nbytes
-    if about.pop("crc32") != _checksum(about, arrays):
-        raise ValueError("it has another checksum")
-    return about, arrays
-
-
-def _checksum(about: dict[str, Any], arrays: list[NDArray[Any]]) -> int:
-    found = zlib.crc32(json.dumps(about, sort_keys=True).encode())
-    for array in arrays:
-        found = zlib.crc32(array.view(np.uint8).data, found)
-    return found
+    offsets, tokens, *targets = arrays
+    return Corpus(
+        tokens=tokens,
+        offsets=offsets,
+        pad_id=text.tokenizer.eos_id,
+        fingerprint=about["fingerprint"],
+        files=tuple(text.files),
+        targets=targets[0] if targets else None,
+        characters=about.get("characters"),
+    )
 
 
 def _save(corpus: Corpus, path: Path) -> None:
@@ -232,7 +218,7 @@ def _save(corpus: Corpus, path: Path) -> None:
     if corpus.targets is not None:
         about["targets"] = True
         arrays.append(corpus.targets)
-    header = json.dumps({**about, "crc32": _checksum(about, arrays)}).encode()
+    header = json.dumps(about).encode()
     partial = path.with_suffix(".partial")
     try:
         with new_file(partial) as file:

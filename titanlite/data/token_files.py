@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ class TokenFiles:
     Args:
         vocab_size: of the model; no id may be as high.
         index: content of `index.json`; None: another program's files, sampled at the start.
-        check: compares the hashes of the parts that are read.
+        check: compares the hashes of the parts that are read, on the first rank of a machine.
 
     Raises DataError if there are no tokens. Reads raise it, naming file and place, for an id that
     is too high, or after a failed check of hashes.
@@ -254,10 +255,12 @@ def open_source(reader: TextReader, source: DataSource, section: str) -> TokenFi
     files = open_tokens(path, reader.tokenizer, reader.vocab_size, key_of(section, "path"), keys)
     has_template = data.chat_template or data.template_date
     if has_template and fields["messages_key"] and files.index:
-        from titanlite.data.chat import load_template
+        from titanlite.data.chat import DAY, load_template
 
-        template = load_template(data.chat_template, reader.tokenizer, day=data.template_date)
-        if files.index["options"]["chat"] != json.loads(json.dumps(template)):
+        prepared = files.index["options"]["chat"]
+        day = data.template_date or dict(prepared[1]).get(DAY)
+        template = load_template(data.chat_template, reader.tokenizer, day=day)
+        if prepared != json.loads(json.dumps(template)):
             raise DataError(
                 f"data.chat_template, data.template_date: {source.path} is prepared with another "
                 "template or day; leave the keys out"
@@ -293,13 +296,8 @@ def open_tokens(
         raise DataError(
             f"{key}: {error.filename or path} cannot be read: {error.strerror or error}"
         ) from error
-    _check_fields(files, path, keys.fields)
-    return files
-
-
-def _check_fields(files: TokenFiles, path: str, fields: Mapping[str, str | None]) -> None:
     options = files.index["options"] if files.index else {}
-    for name, wanted in fields.items():
+    for name, wanted in keys.fields.items():
         there = options.get(name)
         if wanted is None or wanted == there:
             continue
@@ -307,6 +305,7 @@ def _check_fields(files: TokenFiles, path: str, fields: Mapping[str, str | None]
         raise DataError(
             f"data.{name}: {wanted!r} has no effect on {path}, which is {had}; leave the key out"
         )
+    return files
 
 
 def _prepared(
@@ -338,4 +337,5 @@ def _prepared(
         if not of_part.is_known():
             part.check_offsets()
     repair = f"`titanlite data verify {folder}` names all damaged parts; {REPAIR}"
-    return TokenFiles(str(folder), parts, tokenizer, vocab_size, index, HashCheck(hashes, repair))
+    check = HashCheck(hashes, repair) if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    return TokenFiles(str(folder), parts, tokenizer, vocab_size, index, check)

@@ -1,25 +1,24 @@
 """Checks of prepared token files: sizes and offsets at the start, hashes at a part's first read.
 
-The hashes are compared in a background thread. A part counts as whole on this machine once its
-hashes fit. A small file in the folder of the token cache tells that to all ranks and later runs for
-30 days. Its name follows from the part's files (path, size, times) and their hashes. So a part that
-is replaced is checked again.
+The first rank of a machine compares the hashes in a background thread. A part counts as whole on
+this machine once its hashes fit. A small file in the folder of the token cache tells that to later
+runs for 30 days. Its name follows from the part's files (path, size, times) and their hashes. So a
+part that is replaced is checked again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,23 +71,6 @@ class PartHashes:
                 with open(record, "wb", opener=not_a_link) as stream:
                     stream.write(b"whole\n")
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Let one process of this machine compare the part: the others find its record then.
-
-        Raises OSError when the process ends, or without a writable folder of records.
-        """
-        record = self._record()
-        if record is None:
-            yield
-            return
-        record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(record, "ab", opener=not_a_link) as file:
-            while not _locked(file):
-                if ending.wait(0.2):
-                    raise OSError("the process ends")
-            yield
-
     def _record(self) -> Path | None:
         """Raises OSError if the part is not there."""
         if self.records is None or not self.hashes:
@@ -100,17 +82,6 @@ class PartHashes:
             decisive.append([os.path.realpath(file), stat.st_size, *times, stat.st_ino, digest])
         name = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
         return self.records / f"{name}.checked"
-
-
-def _locked(file: BinaryIO) -> bool:
-    """Return whether this process now holds the lock of a file."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks: each process compares for itself
-        pass
-    return True
 
 
 def hash_of(file: Path) -> str:
@@ -165,11 +136,8 @@ class HashCheck:
 
     def _check(self, part: PartHashes, began: str) -> None:
         try:
-            with contextlib.ExitStack() as stack:
-                with contextlib.suppress(OSError):
-                    stack.enter_context(part.alone())
-                if not part.is_known():
-                    part.compare()
+            if not part.is_known():
+                part.compare()
         except OSError as error:
             self._problem = DataError(f"{', '.join(map(str, part.hashes))}: {error}")
         except DataError as error:

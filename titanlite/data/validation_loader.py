@@ -1,18 +1,13 @@
-"""Batches of held-out text, for validation.
-
-The loss of late parts of a sequence tells whether a model uses its context.
-"""
+"""Batches of held-out text, for validation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Protocol
 
-import torch
-
 from titanlite.data import DataError
 from titanlite.data.loader import Batch, check_rank, stack
-from titanlite.data.rows import IGNORE, Rows
+from titanlite.data.rows import Rows
 
 
 class PassLoader(Protocol):
@@ -57,28 +52,3 @@ class ValidationLoader:
         stride = self.batch_size * self.dp_degree
         for start in range(0, self._batches * stride, stride):
             yield stack(self.dataset, range(start + self.rank, start + stride, self.dp_degree))
-
-
-class SequenceParts:
-    """Serves each batch of a loader once for each part of its sequences, with its targets alone.
-
-    So a pass takes `parts` times as long, but works in every layout: a model sees whole batches.
-    Parts, first to last, differ by one target at most.
-    """
-
-    def __init__(self, loader: PassLoader, parts: int) -> None:
-        self.loader = loader
-        self.parts = parts
-
-    def __len__(self) -> int:
-        return len(self.loader) * self.parts
-
-    def __iter__(self) -> Iterator[Batch]:
-        for batch in self.loader:
-            length = batch.labels.size(1)
-            for part in range(self.parts):
-                begin = part * length // self.parts
-                end = (part + 1) * length // self.parts
-                kept = torch.full_like(batch.labels, IGNORE)
-                kept[:, begin:end] = batch.labels[:, begin:end]
-                yield batch._replace(labels=kept)

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -82,8 +82,6 @@ class DistEnv:
     device: torch.device
     #: Collective timeout for the groups of meshes built here; None leaves torch's.
     timeout: timedelta | None = None
-    #: Process ids of the ranks of this launcher, by rank; empty where the launcher serves no store.
-    near: Mapping[int, int] = field(default_factory=dict, compare=False)
     #: Degrees of the latest mesh, by name, all data ranks counted together: a rank's place in it
     #: decides which random numbers it draws.
     places: dict[str, int] = field(default_factory=dict, init=False, compare=False)
@@ -104,8 +102,8 @@ class DistEnv:
 
         device_type: "cpu" or "cuda"; by default CUDA when this machine has it. store: from
         `connect_store`. init_timeout_seconds: of collectives until `set_timeouts`.
-        rendezvous_seconds: the longest wait for the others. trace_buf_size, trace_folder: see
-        `flight_recorder.recording`.
+        rendezvous_seconds: the longest wait for the others. trace_buf_size, trace_folder: on GPUs,
+        see `flight_recorder.recording`.
         Raises ParallelismError when the environment is wrong, RendezvousError when another rank
         does not come in time or cannot be reached.
 
@@ -147,7 +145,6 @@ class DistEnv:
         timeout = timedelta(seconds=init_timeout_seconds)
         # Host-side collectives (checkpoint plans, broadcast decisions) go through gloo on GPUs too.
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        near: dict[int, int] = {}
         with ExitStack() as stack:
             if size == 1:
                 store = store or dist.HashStore()
@@ -155,19 +152,18 @@ class DistEnv:
             else:
                 from titanlite.dist.flight_recorder import recording
                 from titanlite.dist.rendezvous import barrier, connect
-                from titanlite.dist.run_store import near_processes
 
-                stack.enter_context(recording(trace_folder, trace_buf_size, device))
+                if device_type == "cuda":
+                    stack.enter_context(recording(trace_folder, trace_buf_size))
                 store = store or connect_store(rendezvous_seconds)
                 assert store is not None
                 barrier(store, rank, size, init_timeout_seconds, rendezvous_seconds)
                 connect(backend, store, rank, size, rendezvous_seconds)
-                near = near_processes(store, env)
             stack.enter_context(kernel_order(device_type))
             store.set_timeout(timeout)
             _set_timeout(timeout)
             try:
-                yield cls(rank, env.local_rank, size, device, timeout, near)
+                yield cls(rank, env.local_rank, size, device, timeout)
             except BaseException:
                 # A single process cleans up for later code. With peers, leave at once. They may be
                 # stuck in a collective, and only the death of this rank lets the launcher end them.

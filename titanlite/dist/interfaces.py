@@ -29,7 +29,14 @@ def interface_problem(variable: str) -> str:
     )
     value = os.environ.get(variable, "")
     if not value and variable == "GLOO_SOCKET_IFNAME":
-        return _host_name_problem(advice)
+        with contextlib.suppress(OSError):
+            address = socket.gethostbyname(socket.gethostname())
+            if address.startswith("127."):
+                return (
+                    f"the host's name means {address}, which other hosts cannot reach: {advice}, "
+                    "or correct /etc/hosts"
+                )
+        return ""
     chosen = _chosen_interfaces(variable, value, have) if value else reachable or have
     if not chosen:
         return f"{variable} is {value!r}, but the interfaces are {', '.join(have)}: {advice}"
@@ -52,14 +59,3 @@ def _chosen_interfaces(variable: str, value: str, have: list[str]) -> list[str]:
     if value.startswith("^"):
         return [interface for interface in have if interface not in named]
     return named
-
-
-def _host_name_problem(advice: str) -> str:
-    with contextlib.suppress(OSError):
-        address = socket.gethostbyname(socket.gethostname())
-        if address.startswith("127."):
-            return (
-                f"the host's name means {address}, which other hosts cannot reach: {advice}, "
-                "or correct /etc/hosts"
-            )
-    return ""

@@ -52,7 +52,14 @@ def read_launch_env(group: tuple[int, int] | None = None) -> LaunchEnv:
     meaning = f"the ranks of this node, of {size} in all (WORLD_SIZE)"
     local_size = read.number("LOCAL_WORLD_SIZE", 1, size, size, meaning)
     rank = read.number("RANK", 0, size - 1, 0 if size == 1 else None, f"WORLD_SIZE is {size}")
-    address = _address(read) if size > 1 and group is None else None
+    address = None
+    if size > 1 and group is None:
+        host = read.text("MASTER_ADDR")
+        address = host, read.number("MASTER_PORT", 1, 65535, None, "a free port")
+        if not host:
+            read.problems.append(
+                "MASTER_ADDR is not set, but WORLD_SIZE is: set it to the host of rank 0"
+            )
     knows_local_size = "LOCAL_WORLD_SIZE" in read.environ
     if knows_local_size:
         read.by = "LOCAL_WORLD_SIZE"
@@ -61,16 +68,6 @@ def read_launch_env(group: tuple[int, int] | None = None) -> LaunchEnv:
     if not knows_local_size:
         local_size = local_rank + 1
     return LaunchEnv(rank, size, local_rank, local_size, address)
-
-
-def _address(read: _Variables) -> tuple[str, int]:
-    host = read.text("MASTER_ADDR")
-    port = read.number("MASTER_PORT", 1, 65535, None, "a free port")
-    if not host:
-        read.problems.append(
-            "MASTER_ADDR is not set, but WORLD_SIZE is: set it to the host of rank 0"
-        )
-    return host, port
 
 
 class _Variables:

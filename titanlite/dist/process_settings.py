@@ -47,17 +47,6 @@ def allow_files(ranks: int) -> None:
         )
 
 
-def has_ended(pid: int) -> bool:
-    """Return whether there is no process of this number."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:  # it is of another user
-        return False
-    return False
-
-
 #: Kernels of `scaled_dot_product_attention` on GPUs, in the order in which they are tried: names of
 #: `SDPBackend`.
 KERNELS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")

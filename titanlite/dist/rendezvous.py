@@ -96,23 +96,18 @@ def report_failure(store: dist.Store | None, rank: int, size: int) -> Iterator[N
     try:
         yield
     except BaseException as error:
-        is_own = not isinstance(error, RendezvousError)
-        if store is not None and is_own and not dist.is_initialized():
-            _tell_others(store, rank, size, error)
+        if store is None or isinstance(error, RendezvousError) or dist.is_initialized():
+            raise
+        reason = str(error) or type(error).__name__
+        # A signal leaves no time to wait for others; most likely it has reached them as well.
+        seconds = _REPORT_SECONDS if isinstance(error, Exception) else 0.0
+        until = time.monotonic() + seconds
+        with contextlib.suppress(dist.DistError):
+            store.set("failure", f"rank {rank} ({_process(store, rank)}) has ended: {reason}")
+            store.add("read", 1)
+            while store.add("read", 0) < size and time.monotonic() < until:
+                time.sleep(0.1)
         raise
-
-
-def _tell_others(store: dist.Store, rank: int, size: int, error: BaseException) -> None:
-    """Waits until the other ranks have read the error."""
-    reason = str(error) or type(error).__name__
-    # A signal leaves no time to wait for others; most likely it has reached them as well.
-    seconds = _REPORT_SECONDS if isinstance(error, Exception) else 0.0
-    until = time.monotonic() + seconds
-    with contextlib.suppress(dist.DistError):
-        store.set("failure", f"rank {rank} ({_process(store, rank)}) has ended: {reason}")
-        store.add("read", 1)
-        while store.add("read", 0) < size and time.monotonic() < until:
-            time.sleep(0.1)
 
 
 @contextlib.contextmanager

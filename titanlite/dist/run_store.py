@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from titanlite.exit_codes import attempt
 from titanlite.dist import ParallelismError
-from titanlite.dist.launch_env import RENDEZVOUS_SECONDS, LaunchEnv
+from titanlite.dist.launch_env import RENDEZVOUS_SECONDS
 from titanlite.dist.rendezvous import RendezvousError, first_line
 
 _RETRY_SECONDS = 0.2
@@ -39,18 +39,6 @@ def register(
     store.set(f"up/{rank}", f"{socket.gethostname()}, process {os.getpid()}")
     store.add("up", 1)
     return store
-
-
-def near_processes(store: dist.Store, env: LaunchEnv) -> dict[int, int]:
-    """Return the process ids of this launcher's ranks, by rank. All ranks must be up."""
-    found = {}
-    first = max(0, env.rank - env.local_rank)
-    for rank in range(first, min(first + env.local_world_size, env.world_size)):
-        host, _, pid = store.get(f"up/{rank}").decode().partition(", process ")
-        # A launcher may number the ranks of its machines in turn.
-        if host == socket.gethostname():
-            found[rank] = int(pid)
-    return found
 
 
 def _open_store(

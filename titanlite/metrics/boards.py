@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -13,6 +14,8 @@ from typing import Any
 from titanlite.utils import logger
 
 _CLOSE_SECONDS = 10.0
+#: Rows that wait for a board at most: some tens of MB.
+MOST_ROWS = 10_000
 
 
 class BackgroundWriter:
@@ -27,7 +30,8 @@ class BackgroundWriter:
     failed_seconds = 1.0
 
     def __init__(self) -> None:
-        self._rows: queue.SimpleQueue[tuple[int, dict[str, Any]] | None] = queue.SimpleQueue()
+        self._rows: queue.Queue[tuple[int, dict[str, Any]] | None] = queue.Queue(MOST_ROWS)
+        self._warned = False
         #: The run failed; known at the end of the rows.
         self.failed = False
         self._ended = False
@@ -43,14 +47,14 @@ class BackgroundWriter:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         if not self._ended:
-            self._rows.put((step, dict(values)))
+            self._put((step, dict(values)))
 
     def stop(self, failed: bool = False) -> None:
         """Let the thread send the rest; `close` waits for it."""
         if self._stopped_at is None:
             self._stopped_at = time.monotonic()
             self.failed = failed
-            self._rows.put(None)
+            self._put(None)
 
     def close(self, failed: bool = False) -> None:
         """Send the rest and end: within ten seconds of `stop`, or `failed_seconds` if the run
@@ -67,6 +71,21 @@ class BackgroundWriter:
             logger.warning(
                 f"{self.name} did not end within {seconds:g} s; it may lack the last rows"
             )
+
+    def _put(self, row: tuple[int, dict[str, Any]] | None) -> None:
+        """Drop the oldest row of a full queue: training waits for no board."""
+        while True:
+            with contextlib.suppress(queue.Full):
+                self._rows.put_nowait(row)
+                return
+            with contextlib.suppress(queue.Empty):
+                self._rows.get_nowait()
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    f"{self.name} does not keep up: it will lack the oldest of {MOST_ROWS:,} rows "
+                    "that wait. metrics.jsonl has all"
+                )
 
     def _work(self) -> None:
         try:
@@ -117,8 +136,8 @@ TAGS: Mapping[str, str] = {
     "alloc_retries": "memory/num_alloc_retries",
     "ooms": "memory/num_ooms",
 }
-#: Keys with these prefixes are tags already, many of them by layer or source.
-_TAGS = ("grad_norm/", "validation/", "eval/", "loss/", "share/", "experts/")
+#: Keys with these prefixes are tags already, many of them by layer.
+_TAGS = ("grad_norm/", "validation/", "eval/", "experts/")
 _FLUSH_SECONDS = 10
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Figures(Protocol):
-    """Figures of a logged step from sums over all ranks, as of sources or experts."""
+    """Figures of a logged step from sums over all ranks, as of experts."""
 
     def sums(self) -> torch.Tensor:
         """Return this rank's sums since the last call: [any number] float64 on the device."""
@@ -143,10 +143,6 @@ class MetricsLogger(Callback):
                     f"validation/{name}/loss": one.loss,
                     f"validation/{name}/perplexity": one.perplexity,
                 }
-        for number, one in enumerate(result.parts, start=1):
-            count = len(result.parts)
-            logger.info(f"validation at {step}, part {number} of {count} of the sequence: {one}")
-            row[f"validation/part_{number}_of_{count}/loss"] = one.loss
         self.write(step, row)
 
     def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
@@ -205,7 +201,11 @@ class MetricsLogger(Callback):
         from titanlite.metrics.trackers import TrackedRun
 
         run = TrackedRun(folder, loads(self._toml), self._job.description, resumed)
-        self._trackers = [doors.load(doors.place_of("trackers", name) or "")(run) for name in names]
+        for name in names:
+            try:
+                self._trackers.append(doors.load(doors.place_of("trackers", name) or "")(run))
+            except Exception as error:
+                logger.warning(f"the tracker {name} is off: {type(error).__name__}: {error}")
 
     def _is_logged(self, step: int, steps: int) -> bool:
         return step % self._metrics.log_freq == 0 or step in (self._first_step, steps)

@@ -16,7 +16,7 @@ from titanlite.runs import record
 if TYPE_CHECKING:
     from titanlite.checkpoint.store_paths import AnyPath
     from titanlite.data.step_sizes import StepSize
-    from titanlite.metrics.watchdog import HangWatchdog
+    from titanlite.metrics.position import Position
     from titanlite.parallel.compile import CompileWatch
     from titanlite.step import StepResult
     from titanlite.trainer import Trainer
@@ -31,7 +31,7 @@ def has_new_size(trainer: Trainer) -> bool:
 class Watchdog(Callback):
     """Tells the hang watchdog what this rank does. entered: the caller enters and leaves it."""
 
-    def __init__(self, watch: HangWatchdog, entered: bool) -> None:
+    def __init__(self, watch: Position, entered: bool) -> None:
         self.watch = watch
         self._entered = entered
 
@@ -48,9 +48,6 @@ class Watchdog(Callback):
         """First of all callbacks: the other ranks wait for this one."""
         if end.error is not None:
             end.reason = self.watch.failed(end.error) or end.reason
-        self.watch.ending(
-            end.error, lambda: trainer.callbacks.ending or "the end of the run's threads"
-        )
         if not self._entered:
             self.watch.__exit__(None if end.error is None else type(end.error), end.error, None)
 
@@ -114,7 +111,7 @@ class AttemptRecord(Callback):
     """
 
     def __init__(
-        self, folder: Path, toml: str, description: str, device: str, watch: HangWatchdog | None
+        self, folder: Path, toml: str, description: str, device: str, watch: Position | None
     ) -> None:
         self._folder, self._toml, self._description, self._device = (
             folder,

@@ -9,7 +9,7 @@
 
 A daemon thread of each rank publishes the rank's state in the run's key-value store, over its own
 connection. So it works when a collective hangs, on gloo and on NCCL. It needs no collective and
-does not read the device.
+does not read the device. A rank alone has a `Position`.
 
 Traffic: one value of about 1 KB per rank and heartbeat (2 s), and two requests per rank and second.
 From 1,000 ranks on both come less often, so that the store gets no more than 3,000 requests a
@@ -29,11 +29,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -44,11 +44,11 @@ from torch.distributed.distributed_c10d import _get_default_store, _world
 from titanlite import exit_codes
 from titanlite.callbacks import SLOW_PHASES
 from titanlite.config.run_sections import Comm, Stall
-from titanlite.dist.process_settings import has_ended
 from titanlite.dist.signals import StopRequested
 from titanlite.exit_codes import is_of_collectives
 from titanlite.metrics.console import console_handler
 from titanlite.metrics.hang_report import table, verdict  # never at a hang: files may hang too
+from titanlite.metrics.position import Position
 from titanlite.metrics.rank_state import RankState
 from titanlite.utils import logger, progress_at
 
@@ -73,8 +73,6 @@ _OWN_REASON_SECONDS = 1.0
 _SILENT_BEATS = 2.0
 #: Longest wait of a rank for what another is about to publish.
 _TOLD_SECONDS = 4.0
-#: A run that is over has this many times the longest patience for its callbacks and threads.
-_ENDING = 2.0
 #: Time that a rank that raised has for its own end.
 _UNWIND_SECONDS = 7.0
 #: Characters of an error's text, and frames of a stack, that are published.
@@ -95,8 +93,8 @@ class PeerError(RuntimeError):
     exit_code = exit_codes.LOST_PEER
 
 
-class HangWatchdog:
-    """Watches the ranks of the default process group, or one process alone, while the block runs.
+class HangWatchdog(Position):
+    """Watches the ranks of the default process group while the block runs.
 
     Enter it on all ranks, after the group was made. When rank 0 makes no progress for the deadline,
     it logs a table of all ranks and a sentence that names the culprit, and ends no process. When an
@@ -110,11 +108,6 @@ class HangWatchdog:
             timeout.
         logs, traces: folders of all ranks' logs and of the flight recorder, for messages.
         end: ends this process with a code, when another rank has raised. None: nothing ends it.
-
-    Attributes:
-        verdict: the sentence that names the culprit, once there is one.
-        near: process ids of this launcher's ranks, by rank, which a report need not wait for.
-        on_peer: called in another thread with a PeerError before `end`, to record the end.
     """
 
     def __init__(
@@ -125,6 +118,7 @@ class HangWatchdog:
         traces: str = "",
         end: Callable[[int], object] | None = exit_codes.end_process,
     ) -> None:
+        super().__init__()
         stall = stall or Stall()
         comm = comm or Comm()
         self._deadline = _DEADLINE_SHARE * comm.train_timeout_seconds
@@ -136,53 +130,31 @@ class HangWatchdog:
             self._heartbeat = min(self._heartbeat, self._deadline / 2)
         self.logs = logs
         self.traces = traces
-        self.verdict = ""
-        self.on_peer: Callable[[PeerError], None] | None = None
-        self.near: Mapping[int, int] = {}
         self._end = end
         self._host = socket.gethostname()
-        #: Step, number of the phase in it, phase, and when it began.
-        self._now = (0, 0, "start", time.monotonic())
         self._first_step: int | None = None
         #: Seconds of the longest phase so far, without the first step and the phases in PATIENT.
         self._longest = 0.0
         self._thread: threading.Thread | None = None
 
     def phase(self, name: str, step: int | None = None) -> None:
-        """Note that this rank begins a phase: data, forward, backward, ...
-
-        All ranks call it in the same order. Costs about half a microsecond. step: number of a step
-        that begins.
-        """
-        old, place, before, since = self._now
-        now = time.monotonic()
+        old, _, before, since = self._now
+        super().phase(name, step)
         # The first step allocates and warms up.
         if before not in PATIENT and old != self._first_step:
-            self._longest = max(self._longest, now - since)
-        if step is None or step == old:
-            self._now = (old, place + 1, name, now)
-            return
+            self._longest = max(self._longest, self._now[3] - since)
         if self._first_step is None:
             self._first_step = step
-        self._now = (step, 0, name, now)
 
     def expect_warm_up(self, step: int) -> None:
-        """Wait for a step as for the first one."""
         self._first_step = step
 
-    @property
-    def where(self) -> str:
-        return RankState(0, step=self._now[0], phase=self._now[2]).where
-
     def __enter__(self) -> HangWatchdog:
-        grouped = dist.is_initialized()
-        self.rank = dist.get_rank() if grouped else 0
-        self.size = dist.get_world_size() if grouped else 1
-        store: Any = dist.HashStore()
-        if grouped:
-            default: Any = _get_default_store()
-            # A separate connection: an operation that waits holds up all others on the same one.
-            store = default.clone()
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        default: Any = _get_default_store()
+        # A separate connection: an operation that waits holds up all others on the same one.
+        store = default.clone()
         store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         # One watchdog after the other, the same on all ranks.
         number = store.add(f"titanlite_watchdog/{self.rank}", 1)
@@ -209,12 +181,7 @@ class HangWatchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         thread = self._thread
         if thread is None:
             return
@@ -255,9 +222,17 @@ class HangWatchdog:
         lost = is_of_collectives(error)
         self._end_state = {"end": "lost" if lost else "raised", "text": text[:_TEXT]}
         # A host that is cut off waits for the store's answer for ever: it has no timeout for that.
-        seconds = _UNWIND_SECONDS + lost * (_TOLD_SECONDS + self._silence)
-        words = f"this rank ends here, since it hangs on its way out: {text}"
-        self._unwind = self._end_later(seconds, exit_codes.code_of(error), lambda: words)
+        finish = self._end
+        if finish is not None:
+
+            def end() -> None:
+                logger.error(f"this rank ends here, since it hangs on its way out: {text}")
+                finish(exit_codes.code_of(error))
+
+            seconds = _UNWIND_SECONDS + lost * (_TOLD_SECONDS + self._silence)
+            self._unwind = threading.Timer(seconds, end)
+            self._unwind.daemon = True
+            self._unwind.start()
         if not lost:
             self._has_reason.set()
         # Without the store the error itself is the one to be seen.
@@ -270,43 +245,6 @@ class HangWatchdog:
                 "raised", "", replace(self._state(), stack=stack[::-1][:_FRAMES]).dump()
             )
         return ""
-
-    def ending(self, error: BaseException | None, where: Callable[[], str]) -> None:
-        """Note that only closing the run remains, which may hang with the folder locked.
-
-        This rank ends then, with the code of `error`; without one with `exit_codes.ERROR`. where:
-        names what hangs.
-        """
-        if self._thread is None or self._unwind is not None or not self._deadline:
-            return
-        seconds = _ENDING * self._patience
-
-        def reason() -> str:
-            return (
-                f"{where()} has not come to its end in {seconds:.0f} s, after the last step. The "
-                "checkpoints are as they were; a higher comm.init_timeout_seconds gives it more "
-                "time"
-            )
-
-        code = exit_codes.ERROR if error is None else exit_codes.code_of(error)
-        self._unwind = self._end_later(seconds, code, reason)
-
-    def _end_later(
-        self, seconds: float, code: int, reason: Callable[[], str]
-    ) -> threading.Timer | None:
-        """Return a timer to cancel; None: nothing may end the process."""
-        finish = self._end
-        if finish is None:
-            return None
-
-        def end() -> None:
-            logger.error(reason())
-            finish(code)
-
-        timer = threading.Timer(seconds, end)
-        timer.daemon = True
-        timer.start()
-        return timer
 
     def _state(self) -> RankState:
         (step, place, phase, since), (stack, waits) = self._now, _stack(self._main)
@@ -327,13 +265,11 @@ class HangWatchdog:
     def _publish(self) -> None:
         self._store.set(f"beat/{self.rank}", f"{time.monotonic_ns()} {self._state().dump()}")
 
-    def _wait_for(
-        self, key: str, seconds: float = _TOLD_SECONDS, unless: Callable[[], bool] = lambda: False
-    ) -> bool:
-        """Return whether a key of the store came. unless: it will not."""
+    def _wait_for(self, key: str, seconds: float = _TOLD_SECONDS) -> bool:
+        """Return whether a key of the store came."""
         deadline = time.monotonic() + seconds
         while not self._store.check([key]):
-            if time.monotonic() > deadline or unless():
+            if time.monotonic() > deadline:
                 return False
             time.sleep(0.1)
         return True
@@ -397,9 +333,7 @@ class HangWatchdog:
         before = [self._beat(rank) for rank in range(self.size)]
         self._publish()
         states = [self._state_since(rank, old) for rank, old in enumerate(before)]
-        while time.monotonic() < deadline and any(
-            state.silent and not self._is_gone(state.rank) for state in states
-        ):
+        while time.monotonic() < deadline and any(state.silent for state in states):
             time.sleep(self._poll / 2)
             for rank, state in enumerate(states):
                 if state.silent:
@@ -410,10 +344,6 @@ class HangWatchdog:
                 f". When they time out, `torchfrtrace {self.traces}` compares their last ones"
             )
         logger.error(f"{reason}:\n{table(states, culprits)}\n{self.verdict}")
-
-    def _is_gone(self, rank: int = 0) -> bool:
-        """Return whether a rank's process has ended, where this one can tell."""
-        return rank in self.near and has_ended(self.near[rank])
 
     def _state_since(self, rank: int, before: str) -> RankState:
         """Return a rank's state, which is silent if its heartbeat is still `before`."""
@@ -432,9 +362,7 @@ class HangWatchdog:
         if self.rank == 0 and not self._store.check(["raised"]):
             self._report("a collective failed")
             self._store.set("verdict", self.verdict)
-        elif self.rank and self._wait_for(
-            "verdict", _TOLD_SECONDS + self._silence, unless=self._is_gone
-        ):
+        elif self.rank and self._wait_for("verdict", _TOLD_SECONDS + self._silence):
             self.verdict = self._store.get("verdict").decode()
         elif self.rank and not self._store.check(["raised"]):
             self.verdict = "rank 0 does not say why: it has ended, hangs or is cut off"
@@ -448,7 +376,14 @@ class HangWatchdog:
             _, self.verdict = verdict([peer])
         if self.rank == 0:
             if not has_reason:
-                self._log_peer(peer)
+                see = ""
+                if self.logs:
+                    see = f". Its traceback is in {Path(self.logs) / f'rank_{peer.rank}.log'}"
+                handler = console_handler()
+                where = f"{peer.name} raised in {peer.where}{peer.spot}"
+                logger.error(f"{where}: all ranks end{see}\n{peer.text}")
+                if handler is not None and self._end is not None:
+                    logger.removeHandler(handler)  # this is to be the last line that is read
             self._store.set("told", "")
         if has_reason:
             return
@@ -466,19 +401,6 @@ class HangWatchdog:
     def _end_process(self) -> None:
         if self._end is not None:
             self._end(exit_codes.LOST_PEER)
-
-    def _log_peer(self, peer: RankState) -> None:
-        see = (
-            f". Its traceback is in {Path(self.logs) / f'rank_{peer.rank}.log'}"
-            if self.logs
-            else ""
-        )
-        handler = console_handler()
-        logger.error(
-            f"{peer.name} raised in {peer.where}{peer.spot}: all ranks end{see}\n{peer.text}"
-        )
-        if handler is not None and self._end is not None:
-            logger.removeHandler(handler)  # this is to be the last line that is read
 
 
 def nccl_failure() -> str:

@@ -14,11 +14,10 @@ P).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from titanlite.config.model_sections import DecayType
+from titanlite.config.decays import DECAYS
 from titanlite.data.step_sizes import Course, Progress
 
 if TYPE_CHECKING:
@@ -33,7 +32,8 @@ class Schedule:
     total_steps: int | None
     #: A fraction is possible under style "fsdp".
     warmup_steps: float
-    decay_type: DecayType
+    #: A key of `DECAYS`.
+    decay_type: str
     style: Literal["titan", "titan-0.2", "fsdp"]
     #: The decay ends at this fraction of the peak.
     min_lr_factor: float
@@ -51,25 +51,6 @@ class Schedule:
         return "tokens" if self.in_tokens else "steps"
 
 
-#: Kind of a decay that falls to the floor → what is left at `progress` in [0, 1] of it.
-_SHAPES: dict[str, Callable[[float], float]] = {
-    "linear": lambda progress: 1.0 - progress,
-    "sqrt": lambda progress: 1.0 - math.sqrt(progress),
-    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
-}
-
-
-def _decay(kind: str, progress: float, floor: float) -> float:
-    """Return the factor in [floor, 1] at `progress` in [0, 1]."""
-    if kind == "constant":
-        return 1.0
-    if kind == "exponential":
-        # With a floor it decays geometrically to the floor; without one it halves (as the AWS
-        # samples do).
-        return (floor if floor > 0 else 0.5) ** progress
-    return floor + (1.0 - floor) * _SHAPES[kind](progress)
-
-
 def lr_factor(schedule: Schedule, step: int, size: int = 1) -> float:
     """Return the share of the peak learning rate at step `step`, counted from 1.
 
@@ -80,6 +61,8 @@ def lr_factor(schedule: Schedule, step: int, size: int = 1) -> float:
             "the length of the schedule is not known yet: derive it with the length of the text"
         )
     total, warmup = schedule.total_steps, schedule.warmup_steps
+    floor = schedule.min_lr_factor
+    decay = DECAYS[schedule.decay_type].share
     if schedule.style == "fsdp":
         if step <= warmup:
             return step / warmup
@@ -88,9 +71,9 @@ def lr_factor(schedule: Schedule, step: int, size: int = 1) -> float:
         else:
             start = warmup + schedule.plateau_steps
             progress = max(step - start, 0) / max(total - start, 1e-9)
-        if schedule.decay_type == "exponential" and not schedule.min_lr_factor:
+        if schedule.decay_type == "exponential" and not floor:
             return math.exp(-0.693 * progress)  # their 1/2 at the end, to three digits
-        return _decay(schedule.decay_type, min(progress, 1.0), schedule.min_lr_factor)
+        return decay(min(progress, 1.0), floor)
     done = step - size
     if done < warmup:
         # By tokens, the end of the warm-up may lie within a step.
@@ -99,10 +82,8 @@ def lr_factor(schedule: Schedule, step: int, size: int = 1) -> float:
     decay_steps = rest if schedule.decay_steps is None else schedule.decay_steps
     start = total - decay_steps
     if done < start or decay_steps <= 0:
-        return 1.0 if done < total else _decay(schedule.decay_type, 1.0, schedule.min_lr_factor)
-    return _decay(
-        schedule.decay_type, min((done - start) / decay_steps, 1.0), schedule.min_lr_factor
-    )
+        return 1.0 if done < total else decay(1.0, floor)
+    return decay(min((done - start) / decay_steps, 1.0), floor)
 
 
 def learning_rate(schedule: Schedule, peak: float, step: int, size: int = 1) -> float:

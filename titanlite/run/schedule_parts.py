@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from titanlite.config.decays import DECAYS
 from titanlite.config.sections import Config
 from titanlite.optim.schedule import Schedule
 from titanlite.utils import counted
@@ -30,7 +31,7 @@ def schedule_of(d: Config, steps: int | None, course: Course, told: Told) -> Sch
     schedule = Schedule(
         total_steps=total,
         warmup_steps=0 if section.warmup_ratio is not None else warmup,
-        decay_type="linear" if section.decay_type == "plateau" else section.decay_type,
+        decay_type=DECAYS[section.decay_type].formula or section.decay_type,
         decay_steps=section.decay_steps,
         min_lr_factor=section.min_lr_factor,
         min_lr=section.min_lr,

@@ -87,18 +87,14 @@ def read_attempts(folder: Path, problems: list[str] | None = None) -> Sequence[A
         elif number in found:
             found[number].update({**entry, "ended": time})
     attempts = list(found.values())
-    _name_kept_files(attempts)
-    return attempts
-
-
-def _name_kept_files(attempts: Sequence[dict[str, Any]]) -> None:
-    """A later start with others renames the files of an attempt."""
+    # A later start with others renames the files of an attempt.
     names: dict[str, str] = {}
     for attempt in reversed(attempts):
         for key in ("config", "diff"):
             if key in attempt:
                 attempt[key] = names.get(attempt[key], attempt[key])
         names.update(attempt.get("renamed", {}))
+    return attempts
 
 
 class _Row(msgspec.Struct):

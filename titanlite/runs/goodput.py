@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from titanlite.runs.read import Row, Run
+from titanlite.runs.read import Run
 
 
 def goodput_of(run: Run) -> float | None:
@@ -24,10 +24,7 @@ def goodput_of(run: Run) -> float | None:
         while kept and kept[-1][0] >= step:
             kept.pop()
         before = kept[-1][0] if kept else int(first.get("first_step") or 0)
-        kept.append((step, (step - before) * _seconds_of_work(row)))
+        seconds = row.get("seconds_per_step", 0.0) - row.get("data_seconds", 0.0)
+        if math.isfinite(seconds):
+            kept.append((step, (step - before) * seconds))
     return math.fsum(seconds for _, seconds in kept) / (run.ended - launched)
-
-
-def _seconds_of_work(row: Row) -> float:
-    seconds = row.get("seconds_per_step", 0.0) - row.get("data_seconds", 0.0)
-    return seconds if math.isfinite(seconds) else 0.0

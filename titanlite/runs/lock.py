@@ -112,19 +112,11 @@ class RunLock:
         if self._thread.ident is not None:
             self._thread.join()
         with suppress(OSError):
-            if (_read(self.path) or {}).get("token") == self._token:
-                self._release()
-
-    def _release(self) -> None:
-        """In a store that forbids deletions, note in the lock that it is released."""
-        try:
-            self.path.unlink()
-        except OSError:
-            if isinstance(self.path, Path):
-                raise
-            self.path.write_bytes(
-                json.dumps({**json.loads(self._content), _RELEASED: True}).encode()
-            )
+            held = (_read(self.path) or {}).get("token") == self._token
+            if held and not _remove(self.path):
+                # In a store that forbids deletions.
+                released = {**json.loads(self._content), _RELEASED: True}
+                self.path.write_bytes(json.dumps(released).encode())
 
     def _take(self, path: Path | StorePath) -> None:
         """Raises LockedError."""
@@ -150,22 +142,18 @@ class RunLock:
             claim = self.folder / f".{FILE}.dead.{holder.get('token', '')}"
             self._take(claim)
             try:
-                if self._take_over(path, holder):
+                now = _read(path)
+                if now is None or now.get("token") != holder.get("token"):
+                    continue
+                if not holder.get(_RELEASED):
+                    logger.warning(
+                        f"the lock of a run that has died is taken over: {_describe(holder)}"
+                    )
+                if not _remove(path):
+                    path.write_bytes(self._content)
                     return
             finally:
                 _remove(claim)
-
-    def _take_over(self, path: Path | StorePath, holder: dict[str, Any]) -> bool:
-        """Return True where the lock was overwritten, not deleted, and is this run's."""
-        now = _read(path)
-        if now is None or now.get("token") != holder.get("token"):
-            return False
-        if not holder.get(_RELEASED):
-            logger.warning(f"the lock of a run that has died is taken over: {_describe(holder)}")
-        if _remove(path):
-            return False
-        path.write_bytes(self._content)
-        return True
 
     def _create(self, path: Path | StorePath) -> bool:
         try:
@@ -187,7 +175,9 @@ class RunLock:
 
     def _is_alive(self, path: Path | StorePath, holder: dict[str, Any]) -> bool:
         """A lock that is released meanwhile counts as dead."""
-        if holder.get(_RELEASED) or _is_lost(holder):
+        host = str(holder.get("host")).partition(".")[0]
+        is_lost = host and host in os.environ.get(LOST_HOSTS, "").split(",")
+        if holder.get(_RELEASED) or is_lost:
             return False
         alive = process_is_alive(holder)
         if alive is not None:
@@ -235,13 +225,6 @@ class RunLock:
                 return True
         return False
 
-    def _announce_end(self) -> None:
-        self._content = json.dumps({**json.loads(self._content), _ENDING: True}).encode() + b"\n"
-        if isinstance(self.path, Path):
-            atomic_write(self.path, self._content)
-        else:
-            self.path.write_bytes(self._content)
-
     def _renew(self) -> None:
         check = OwnershipCheck(self.folder, self._token)
         due = time.monotonic() + RENEW_SECONDS
@@ -254,12 +237,15 @@ class RunLock:
             try:
                 check.look()
                 if ends:
-                    self._announce_end()
-                    announced = True
-                elif isinstance(self.path, Path):
-                    os.utime(self.path)
-                else:
+                    content = {**json.loads(self._content), _ENDING: True}
+                    self._content = json.dumps(content).encode() + b"\n"
+                if not isinstance(self.path, Path):
                     self.path.write_bytes(self._content)
+                elif ends:
+                    atomic_write(self.path, self._content)
+                else:
+                    os.utime(self.path)
+                announced = announced or ends
             except (LockLostError, FileNotFoundError) as error:
                 logger.error(f"{error}: two runs may be writing into {self.folder}")
                 return
@@ -346,11 +332,6 @@ def _describe(holder: dict[str, Any]) -> str:
     if not isinstance(process, dict) or "id" not in process:
         return "its lock does not name its holder"
     return f"process {process['id']} on {holder.get('host')}, since {holder.get('since')}"
-
-
-def _is_lost(holder: dict[str, Any]) -> bool:
-    host = str(holder.get("host")).partition(".")[0]
-    return bool(host) and host in os.environ.get(LOST_HOSTS, "").split(",")
 
 
 def process_is_alive(holder: dict[str, Any]) -> bool | None:

@@ -138,7 +138,11 @@ class AttemptRecord:
 
 def begin(folder: Path, start: Start) -> Begun:
     """Record the start of an attempt: on rank 0, before anything else in the folder is changed."""
-    previous = _attempts_before(folder)
+    previous: Sequence[Mapping[str, Any]] = []
+    if os.path.exists(folder / ATTEMPTS):
+        from titanlite.runs.attempts import read_attempts
+
+        previous = read_attempts(folder)
     number = 1 + max((attempt["attempt"] for attempt in previous), default=0)
     git = provenance.git_state()
     kept = _keep_files(folder, provenance.public_config(start.config_toml), git.diff, number)
@@ -160,14 +164,6 @@ def begin(folder: Path, start: Start) -> Begun:
     record = AttemptRecord(folder, number, start.step, start.tokens, start.resumed)
     record.write(entry)
     return Begun(record, lines)
-
-
-def _attempts_before(folder: Path) -> Sequence[Mapping[str, Any]]:
-    if not os.path.exists(folder / ATTEMPTS):
-        return []
-    from titanlite.runs.attempts import read_attempts
-
-    return read_attempts(folder)
 
 
 @dataclass

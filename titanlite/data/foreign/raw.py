@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 #: Most bytes of a header. numpy allows 10,000 characters.
 _HEAD = 10_240
 _NUMPY = b"\x93NUMPY"
-#: Bytes of llm.c's header. Its magic number and version → type of the tokens (its
+#: Bytes of llm.c's header. Its magic number → version, and type of the tokens (its
 #: dev/data/data_common.py).
 _LLMC_HEAD = 1024
-_LLMC = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
+_LLMC = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 
 #: Most files that are looked at to find their type, and bytes of a piece of each.
 _FILES = 64
@@ -150,9 +150,13 @@ def read_header(path: Path) -> RawFile:
         file = _of_numpy(file, head)
     else:
         magic, version, tokens = np.frombuffer(head.ljust(12, b"\0"), "<i4", 3).tolist()
-        dtype = _LLMC.get((magic, version))
-        if dtype is None:
+        if magic not in _LLMC:
             return file
+        known, dtype = _LLMC[magic]
+        if version != known:
+            raise DataError(
+                f"{path} is llm.c's, of version {version}; expected version {known}: write it again"
+            )
         file = RawFile(path, file.size, dtype, _LLMC_HEAD, tokens, leads=True)
     assert file.tokens is not None
     size = file.first_byte + file.tokens * np.dtype(file.dtype).itemsize
@@ -246,21 +250,20 @@ class ForeignPart(Part):
     cut: Cut = Cut(0, leads=False)
 
     def find_offsets(self) -> NDArray[np.int64]:
-        if not self.size:
-            return np.zeros(1, np.int64)
-        return np.concatenate([[0], *self._inner(), [self.size]])
-
-    def begins_in(self, begin: int, end: int) -> NDArray[np.int64]:
-        return np.concatenate([[begin], self.cut.inner(self.tokens, begin, end)])
-
-    def _inner(self) -> Iterator[NDArray[np.int64]]:
+        begins = [np.zeros(1, np.int64)]
         began = reported = time.monotonic()
         for begin in range(0, self.size, _TOKENS):
             # The first token of each group is looked at with the group before.
             end = min(begin + _TOKENS + 1, self.size)
-            yield self.cut.inner(self.tokens, begin, end)
+            begins.append(self.cut.inner(self.tokens, begin, end))
             now = time.monotonic()
             if now - reported > _REPORT_SECONDS:
                 reported = now
                 share = progress_text(end, self.size, now - began)
                 logger.info(f"looking for documents in {self.file}: {share}")
+        if self.size:
+            begins.append(np.array([self.size]))
+        return np.concatenate(begins)
+
+    def begins_in(self, begin: int, end: int) -> NDArray[np.int64]:
+        return np.concatenate([[begin], self.cut.inner(self.tokens, begin, end)])

@@ -3,12 +3,8 @@
     mixed_rows.py   the sources as one order of sequences (`Rows`)
     turns.py        which source has each sequence, and how many each has had
     state.py        what a checkpoint says of a mixture: its checks, and its values
-    figures.py      share and loss of each source, a callback; the loss that keeps those of rows
 
-1. The text of a run is opened: `titanlite.data.text` calls `open_mixture`.
-2. The model is built: `titanlite.assembly.model` gives the loss to `RowLosses`.
-3. Callbacks are made: `titanlite.assembly.callbacks` adds `SourceFigures`.
-
+`titanlite.data.text` calls `open_mixture`, where the text of a run is opened.
 All else asks the rows of a run: those of a single text answer in `titanlite.data.rows`. A run
 without `[[data.source]]` imports nothing of this. The keys are `DataSource` and `DataPhase` in
 `titanlite.config.data_sections`. `[[data.phase]]` also serves single texts:
