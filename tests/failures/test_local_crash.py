@@ -105,17 +105,6 @@ def test_killed_in_a_shared_save_beside_local_ones(
 
 
 @pytest.mark.slow
-def test_a_stop_by_a_signal_writes_a_shared_checkpoint(tmp_path: Path, straight: Path) -> None:
-    arguments = _arguments(tmp_path)
-    codes, text = train(arguments, RANKS, tmp_path / "stopped", Fault("term", "step", 6, 0))
-    assert codes == [exit_codes.PREEMPTED] * RANKS, text
-    codes, text = train(arguments, RANKS, tmp_path / "resumed")
-    assert codes == [exit_codes.DONE] * RANKS, text
-    assert re.search(r"the shared checkpoint of step [67] is taken", text)
-    _same(tmp_path, straight)
-
-
-@pytest.mark.slow
 def test_an_average_of_the_weights_goes_on_from_a_local_save(tmp_path: Path) -> None:
     more = ["--optimizer.ema_decay=0.9"]
     codes, text = train(_arguments(tmp_path / "whole", *more), RANKS, tmp_path / "console")
