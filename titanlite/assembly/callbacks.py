@@ -76,6 +76,10 @@ def _of_attempt(parts: TrainingComponents, watchdog: Position | None) -> Iterato
 
 def _optional(parts: TrainingComponents, metrics: MetricsLogger) -> Iterator[Callback]:
     run = parts.run
+    if parts.world.size > 1:
+        from titanlite.metrics.replicas import EqualReplicas
+
+        yield EqualReplicas()
     if run.training.compile:
         from titanlite.parallel.compile import CompileWatch
 
