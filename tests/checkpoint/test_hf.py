@@ -36,7 +36,6 @@ from titanlite.data.tokenizer import BUNDLED_TOKENIZER
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.models.args import as_record
-from titanlite.models.spec import ModelSpec
 
 SPEC = get_spec("llama3")
 RUN = Run(*batches(1, 4, 16, 192), [1e-3])
@@ -286,7 +285,6 @@ def test_export_is_refused_when_the_logits_differ(
     pool: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from titanlite.cli.main import main
-    from titanlite.models import families
 
     pool(1).run(_load, RUN, _folder(tmp_path / "in"), tmp_path / "checkpoint", 7)
     step = str(tmp_path / "checkpoint" / "step-7")
@@ -300,11 +298,7 @@ def test_export_is_refused_when_the_logits_differ(
         one, other = (f"layers.1.feed_forward.w{i}.weight" for i in (1, 3))
         return {**found, one: found[other], other: found[one]}
 
-    wrong: ModelSpec = replace(SPEC, hf_names=swapped)
-    builtin = families._builtin
-    monkeypatch.setattr(
-        families, "_builtin", lambda name: wrong if name == "llama3" else builtin(name)
-    )
+    monkeypatch.setattr("titanlite.models.llama.LLAMA3", replace(SPEC, hf_names=swapped))
     assert main(["export", step, str(out / "wrong")]) == 4
     assert names(out) == ["back", "right"]
 
