@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jinja2
+
 from titanlite.cli.config import summary
 from titanlite.config.aliases import COMMA_LISTS, VALUES, names_of
 from titanlite.config.dialect import LATER_DEFAULTS, LATER_MODELS
@@ -17,7 +19,6 @@ from titanlite.config.key_types import inner_section
 from titanlite.config.keys import Key, keys, sections
 from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED, Unsupported
-from titanlite.utils import templates
 
 
 def markdown() -> str:
@@ -32,7 +33,13 @@ def markdown() -> str:
                 tables.append((key.name, [_row(one) for one in Key.all_of(key.name, table)]))
         rows = [(*_row(key), _other_names(key)) for key in own]
         found.append((section, summary(owner), rows, tables))
-    template = templates(Path(__file__).parent).get_template("config-keys.md.jinja")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    template = environment.get_template("config-keys.md.jinja")
     return template.render(
         sections=found,
         sweep=_SWEEP_ROWS,

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from titanlite import exit_codes
-from titanlite.assembly import failure
 from titanlite.assembly.tested_machines import system_problem
 from titanlite.config.dotted_keys import dotted_paths
 from titanlite.config.errors import ConfigError
@@ -49,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Train as the command line says (None: that of the process), and end the process."""
     problem = system_problem()
     if problem:
-        sys.exit(failure.print_error(problem, exit_codes.CONFIG))
+        sys.exit(_print_error(problem, exit_codes.CONFIG))
     run_rank(run, sys.argv[1:] if argv is None else argv)
 
 
@@ -64,11 +63,13 @@ def run_rank(work: Callable[..., int], *arguments: object) -> NoReturn:
     except (StopRequested, KeyboardInterrupt) as error:  # it came while the work was ending
         code = exit_codes.code_of(error)
     except Exception as error:
+        from titanlite.assembly.failure import print_unforeseen
+
         code = exit_codes.ERROR
-        last_error = failure.print_unforeseen(error)
+        last_error = print_unforeseen(error)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # a signal after the run does not change its code
-    failure.exit_now(code, last_error)
+    exit_codes.exit_now(code, last_error)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -89,7 +90,7 @@ def run(argv: Sequence[str]) -> int:
             return exit_codes.DONE
         require("torch")
     except (ConfigError, ParallelismError, MissingPackageError) as error:
-        return failure.print_error(str(error), error.exit_code)
+        return _print_error(str(error), error.exit_code)
     with _without_collector():
         import titanlite.assembly.build  # noqa: F401
         from titanlite.trainer import Trainer
@@ -116,8 +117,14 @@ def run(argv: Sequence[str]) -> int:
             code = exit_codes.code_of(error)
             if code == exit_codes.ERROR:
                 raise
-            return failure.print_error(rank.message(error, code), code)
+            return _print_error(rank.message(error, code), code)
     return exit_codes.DONE
+
+
+def _print_error(message: str, code: int) -> int:
+    from titanlite.assembly.failure import print_error
+
+    return print_error(message, code)
 
 
 @contextlib.contextmanager
@@ -272,13 +279,15 @@ class _Rank:
                 traces = traces if entered.device.type == "cuda" else ""
                 logs = str(self.folder / LOGS)
                 self.watchdog = HangWatchdog(
-                    self.config.stall, comm, logs, traces, failure.exit_now
+                    self.config.stall, comm, logs, traces, exit_codes.exit_now
                 )
             with self.watchdog:
                 yield entered
 
     def message(self, error: Exception, code: int) -> str:
         """Return what to print of an expected error."""
+        from titanlite.assembly import failure
+
         if code != exit_codes.OUT_OF_MEMORY:
             return failure.explain(error, self.config, self.asked, self.watchdog.verdict)
         # torchrun's SIGTERM, when the first other rank ends, must not cut the report off.

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from titanlite import exit_codes
-from titanlite.dist.process_settings import raise_file_limit
+from titanlite.dist.open_files import raise_file_limit
 from titanlite.dist.signals import exit_on_signals
 from titanlite.utils import escape, say
 

@@ -12,7 +12,7 @@ from tests.launch.slurm_cluster import Cluster
 from tests.support.processes import titanlite
 from tests.support.tiny import TWO_LAYERS
 from tests.support.train_runs import rows, unequal
-from titanlite.utils import read_lines
+from titanlite.runs.lines import read_lines
 
 STEPS = 30
 RUN = [

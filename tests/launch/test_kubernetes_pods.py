@@ -18,7 +18,7 @@ from tests.support.processes import ROOT
 from tests.support.train_runs import rows, unequal
 from titanlite.cli.launch import prepare
 from titanlite.launch import kubernetes as launch_kubernetes
-from titanlite.utils import read_lines
+from titanlite.runs.lines import read_lines
 
 STEPS = 9
 FLAGS = [

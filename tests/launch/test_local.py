@@ -20,7 +20,7 @@ from titanlite import exit_codes
 from titanlite.cli.launch import prepare
 from titanlite.launch import local as launch_local
 from titanlite.runs.attempts import read_entries
-from titanlite.utils import read_lines
+from titanlite.runs.lines import read_lines
 
 EXAMPLE = ROOT / "deploy" / "examples" / "local" / "llama3_8b.sh"
 STEPS = 12

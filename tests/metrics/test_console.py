@@ -18,7 +18,8 @@ from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics.console import FIELD_COLORS, console_handler, setup_console
 from titanlite.metrics.step_line import aws_fsdp_line, titan_line
 from titanlite.runs.logs import rank_log
-from titanlite.utils import Table, logger, render
+from titanlite.runs.tables import Table, render
+from titanlite.utils import logger
 
 FIGURES = {
     "step": 1990,

@@ -14,7 +14,7 @@ from tests.support.stand_ins import burn
 from tests.support.whole_runs import make_trainer
 from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics.stragglers import LOGS_IN_A_ROW, StragglerDetector
-from titanlite.runs.jsonl import read_metrics
+from titanlite.runs.lines import read_metrics
 
 CPU = torch.device("cpu")
 #: Seconds per step by which a rank is slowed: far above what a busy machine adds to one rank and

@@ -27,7 +27,7 @@ from titanlite.metrics.boards import tags
 from titanlite.metrics.trackers import TrackedRun
 from titanlite.metrics.wandb import WandbTracker
 from titanlite.resolve.load import load_config
-from titanlite.runs.jsonl import read_metrics
+from titanlite.runs.lines import read_metrics
 
 
 @pytest.fixture(autouse=True)

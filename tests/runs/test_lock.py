@@ -41,8 +41,8 @@ from titanlite.runs.lock import (
     LockLostError,
     OwnershipCheck,
     RunLock,
-    last_sign_of_life,
 )
+from titanlite.runs.read import last_sign_of_life
 
 HOLDER = (
     "import sys, time; from pathlib import Path; from titanlite.runs.lock import RunLock\n"
@@ -393,7 +393,7 @@ def test_the_next_start_waits_for_a_run_that_is_ending(
         RunLock(place).__enter__()
     asked.set()
     deadline = time.monotonic() + 300
-    while not (lock_module._read(place / lock_module.FILE) or {}).get("ending"):
+    while not (lock_module.read_lock(place / lock_module.FILE) or {}).get("ending"):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     lock_module.OwnershipCheck(place, first._token).look()  # it still owns the folder
@@ -404,7 +404,7 @@ def test_the_next_start_waits_for_a_run_that_is_ending(
     assert "was asked to stop and is ending" in caplog.text
     monkeypatch.setattr(lock_module, "ENDING_SECONDS", 0.1)
     with RunLock(place, ending=asked.is_set):
-        while not (lock_module._read(place / lock_module.FILE) or {}).get("ending"):
+        while not (lock_module.read_lock(place / lock_module.FILE) or {}).get("ending"):
             time.sleep(0.02)
         with pytest.raises(LockedError, match="is alive"):
             RunLock(place).__enter__()

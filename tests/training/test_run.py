@@ -24,7 +24,7 @@ from titanlite.checkpoint.resume import begin_from
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.dist.dist_env import DistEnv
 from titanlite.runs.attempts import read_attempts
-from titanlite.runs.jsonl import read_metrics
+from titanlite.runs.lines import read_metrics
 from titanlite.trainer import Trainer
 
 #: The flags with which a resumed `golden` run trains as it did.
@@ -225,8 +225,8 @@ def test_earlier_metrics_are_kept_not_mixed(pool: Pools, golden: GoldenRun, tmp_
 
 def test_wrong_config_exits_2_before_torch_is_imported() -> None:
     code = (
-        "import sys; from titanlite import main; from titanlite.assembly import failure\n"
-        "failure.exit_now = lambda code, _: sys.exit(code + 40 * ('torch' in sys.modules))\n"
+        "import sys; from titanlite import exit_codes, main\n"
+        "exit_codes.exit_now = lambda code, _: sys.exit(code + 40 * ('torch' in sys.modules))\n"
         "main.main()"
     )
     wrong = python("-c", code, "--training.setps=3", "--optimizer.lr=fast")

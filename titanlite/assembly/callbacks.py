@@ -15,9 +15,7 @@ from titanlite.metrics.observer import MetricsLogger
 from titanlite.metrics.position import Position
 from titanlite.metrics.run_callbacks import (
     AttemptRecord,
-    CompileReport,
     GarbageCollection,
-    Timeouts,
     Watchdog,
 )
 from titanlite.metrics.throughput import Throughput, device_name
@@ -60,6 +58,8 @@ def _first(parts: TrainingComponents, watchdog: Position | None) -> Iterator[Cal
         watch = HangWatchdog(run.stall, run.comm, end=None)
     yield Watchdog(watch or Position(), entered=watchdog is not None)
     if parts.world.timeout and parts.world.size > 1:
+        from titanlite.metrics.timeouts import Timeouts
+
         yield Timeouts(run.comm.init_timeout_seconds, run.comm.train_timeout_seconds)
     checks = checks_of([parts.datasets.train, *parts.datasets.validation.values()])
     if checks:
@@ -82,6 +82,7 @@ def _of_attempt(parts: TrainingComponents, watchdog: Position | None) -> Iterato
 def _optional(parts: TrainingComponents, metrics: MetricsLogger) -> Iterator[Callback]:
     run = parts.run
     if run.training.compile:
+        from titanlite.metrics.compile_report import CompileReport
         from titanlite.parallel.compile import CompileWatch
 
         yield CompileReport(CompileWatch(run.compile.backend))

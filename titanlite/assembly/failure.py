@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError
@@ -136,11 +135,3 @@ def tell_sagemaker(message: str, code: int) -> None:
             elif known.exists():
                 return
             Path(folder, "failure").write_text(f"{message}\n", encoding="utf-8")
-
-
-def exit_now(code: int, last_error: str = "") -> NoReturn:
-    """End this process here and now."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # its reader may be gone
-            stream.flush()
-    exit_codes.end_process(code, last_error)

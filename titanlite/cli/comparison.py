@@ -15,7 +15,7 @@ from titanlite.cli.run_figures import finite, number, state_words, table
 from titanlite.runs.attempts import Attempt
 from titanlite.runs.jsonl import FILE as METRICS
 from titanlite.runs.read import Row, Run, RunError, read_run
-from titanlite.utils import Table
+from titanlite.runs.tables import Table
 
 #: Equal steps at which losses are shown.
 STEPS_SHOWN = 5

@@ -29,7 +29,8 @@ from titanlite.dist.interfaces import INTERFACES, interface_problem
 from titanlite.plan.plan import checkpoint_disk
 from titanlite.resolve.load import check_config
 from titanlite.runs.provenance import versions
-from titanlite.utils import Style, cores, counted, human_bytes, public, sync
+from titanlite.runs.tables import Style
+from titanlite.utils import cores, counted, human_bytes, public, sync
 
 if TYPE_CHECKING:
     from titanlite.run.config import RunConfig

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import time
 from bisect import bisect_right
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,11 +18,18 @@ from typing import Any
 from titanlite import exit_codes
 from titanlite.runs import ATTEMPTS
 from titanlite.runs.attempts import Attempt, read_attempts
+from titanlite.runs.config_changes import config_values
 from titanlite.runs.jsonl import FILE as METRICS
-from titanlite.runs.jsonl import read_metrics
+from titanlite.runs.lines import read_metrics
 from titanlite.runs.link_checks import read_own
-from titanlite.runs.lock import last_sign_of_life
-from titanlite.runs.provenance import config_values
+from titanlite.runs.lock import FILE as LOCK
+from titanlite.runs.lock import (
+    LEASE_SECONDS,
+    RELEASED,
+    modified_at,
+    process_is_alive,
+    read_lock,
+)
 from titanlite.runs.record import CONFIG
 
 #: Levels of folders that `find_runs` searches.
@@ -205,6 +213,23 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
             raise
         problems.append(str(error))
     return Run(folder, attempts, rows, config, last_sign_of_life(folder), tuple(problems))
+
+
+def last_sign_of_life(folder: Path) -> float | None:
+    """Return when the live run in a folder last renewed its lock, in seconds since 1970, or None.
+
+    A lock from elsewhere is judged by the clocks of both machines: this function writes nothing.
+    """
+    with suppress(OSError):
+        holder = read_lock(folder / LOCK)
+        renewed = modified_at(folder / LOCK)
+        if holder is None or renewed is None or holder.get(RELEASED):
+            return None
+        alive = process_is_alive(holder)
+        if alive is None:
+            alive = time.time() - renewed <= LEASE_SECONDS
+        return renewed if alive else None
+    return None
 
 
 def _attempts_of_last_run(folder: Path, problems: list[str]) -> tuple[Attempt, ...]:

@@ -30,7 +30,7 @@ from titanlite.contrib.trackers.mlflow import metric_name
 from titanlite.metrics import boards
 from titanlite.metrics.boards import BackgroundWriter, close_all, tags
 from titanlite.metrics.trackers import TrackedRun, Tracker
-from titanlite.runs.jsonl import read_metrics
+from titanlite.runs.lines import read_metrics
 
 NAMES = ["mlflow", "comet", "trackio"]
 #: Where each service writes below a folder, without a network.
