@@ -24,7 +24,6 @@ from titanlite.dist.signals import (
     SIGNALS,
     StopRequested,
     StopSignal,
-    end_with_parent,
     exit_on_signals,
 )
 from titanlite.resolve.load import check_config
@@ -56,6 +55,8 @@ def run_rank(work: Callable[..., int], *arguments: object) -> NoReturn:
     """Do the work of one rank, which returns its exit code, and end the process by that code."""
     exit_on_signals(*SIGNALS)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a torchrun that is killed tells its workers nothing
+        from titanlite.dist.parent_death import end_with_parent
+
         end_with_parent(signal.SIGTERM)
     last_error = ""
     try:
@@ -216,7 +217,6 @@ class _Rank:
 
     def load_code(self) -> list[Callback]:
         """Set up the console and load the functions and callbacks that the config names."""
-        from titanlite.assembly.own_callbacks import check_trackers, load_callbacks
         from titanlite.metrics.console import setup_console
 
         setup_console(self.environment.rank, self.config.metrics.enable_color_printing)
@@ -226,10 +226,13 @@ class _Rank:
             from titanlite.config.own_functions import load_functions
 
             load_functions(self.asked)
-        if self.config.metrics.tracker_names:
-            check_trackers(self.config.metrics.tracker_names, self.asked.place("metrics.trackers"))
-        place = self.asked.place("job.callbacks")
-        return load_callbacks(self.config.job.callbacks, place)
+        callbacks, trackers = self.config.job.callbacks, self.config.metrics.tracker_names
+        if not callbacks and not trackers:
+            return []
+        from titanlite.assembly.own_callbacks import check_trackers, load_callbacks
+
+        check_trackers(trackers, self.asked.place("metrics.trackers"))
+        return load_callbacks(callbacks, self.asked.place("job.callbacks"))
 
     def prepare(self, held: contextlib.ExitStack) -> Datasets:
         """Check machine and folders, read the text, and check the model; return the text.

@@ -125,30 +125,6 @@ def test_an_offline_run_holds_the_rows_of_metrics_jsonl(pool: Pools, tmp_path: P
     assert (folder / "wandb-run-id").read_text().strip() == run["run_id"]
 
 
-def _two_runs(world: DistEnv, folder: str) -> None:
-    os.environ.update(WANDB_MODE="offline", WANDB__DISABLE_STATS="true")
-    for project in ("first", "second"):
-        os.environ.update(WANDB_PROJECT=project, WANDB_TAGS=f"{project},both")
-        WandbTracker(TrackedRun(Path(folder) / project, {})).close()
-    del os.environ["WANDB_PROJECT"], os.environ["WANDB_TAGS"]
-    WandbTracker(TrackedRun(Path(folder) / "ours", {})).close()
-
-
-@pytest.mark.slow
-def test_each_run_of_a_process_takes_the_environment_of_its_time(
-    pool: Pools, tmp_path: Path
-) -> None:
-    for name in ("first", "second", "ours"):
-        (tmp_path / name).mkdir()
-    pool(1).run(_two_runs, str(tmp_path))
-    assert [offline(tmp_path / name)["project"] for name in ("first", "second", "ours")] == [
-        "first",
-        "second",
-        "titanlite",
-    ]
-    assert offline(tmp_path / "second")["tags"] == ["second", "both"]
-
-
 class Settings(types.SimpleNamespace):
     def update_from_env_vars(self, environ: dict[str, str]) -> None:
         """Leave the environment alone: the real library reads it in the tests above."""

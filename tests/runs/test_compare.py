@@ -138,19 +138,6 @@ def test_errors_name_the_file_and_what_to_do(
     assert message in err
 
 
-def test_damaged_lines_are_named_and_the_others_compared(
-    two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = write_metrics(
-        tmp_path / "wrong", [training_row(7, 5.0), {**training_row(8, 5.0), "tps": "fast"}]
-    )
-    (folder / "metrics.jsonl").write_text("x\n" + (folder / "metrics.jsonl").read_text())
-    assert main(["runs", "--compare", str(two[0]), str(folder)]) == 0
-    said = capsys.readouterr().out
-    assert f"note: {folder}/metrics.jsonl:1: no JSON" in said
-    assert f"note: {folder}/metrics.jsonl: row of step 8: tps is 'fast', not a number" in said
-
-
 def test_an_earlier_run_of_the_folder_is_compared_by_its_metrics_file(two: list[Path]) -> None:
     write_metrics(two[0], [training_row(step, 6.5) for step in (1, 20, 40)], "metrics-1.jsonl")
     found = compare(read_runs([two[0], two[0] / "metrics-1.jsonl"]))

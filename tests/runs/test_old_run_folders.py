@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.support.ranks import train
-from titanlite.cli.comparison import compare, read_runs, steady
 from titanlite.cli.main import main
 from titanlite.runs.attempts import read_entries
 from titanlite.runs.lines import read_metrics
@@ -133,17 +132,6 @@ def test_they_are_listed_with_their_states(runs: Path, capsys: pytest.CaptureFix
         ("end", 1, 3),
         ("start", 2, 3),
     ]
-
-
-def test_they_are_compared(runs: Path) -> None:
-    found = compare(read_runs([runs / name for name in RUNS]))
-    assert [len(steady(run)) for run in found.runs] == [6, 3, 3], (
-        "without the first two of each attempt"
-    )
-    assert found.differences["training.tensor_parallel_degree"] == (1, 1, 2)
-    losses = {figure.name: figure.values for figure in found.figures}
-    assert [f"loss at step {step}" in losses for step in range(1, 6)] == [True] * 5
-    assert len({f"{x:.4f}" for x in losses["loss at step 5"]}) == 1
 
 
 @pytest.mark.slow

@@ -22,7 +22,6 @@ from titanlite.assembly.callbacks import build_callbacks
 from titanlite.assembly.datasets import Datasets, read_datasets
 from titanlite.assembly.loaders import LoaderParts, build_loaders
 from titanlite.assembly.model import ModelParts, build_model, build_step
-from titanlite.assembly.own_callbacks import load_callbacks
 from titanlite.assembly.preflight import check_model
 from titanlite.callbacks import Callback, Callbacks
 from titanlite.config.errors import unfit
@@ -142,7 +141,11 @@ def build(
     ConfigError as `check_model` does.
     """
     ensure_console(world.rank)
-    own = load_callbacks(run.job.callbacks) if callbacks is None else callbacks
+    own = callbacks or ()
+    if callbacks is None and run.job.callbacks:
+        from titanlite.assembly.own_callbacks import load_callbacks
+
+        own = load_callbacks(run.job.callbacks)
     if run.optimizer.early_step_in_backward and Callbacks(own).have("before_update"):
         key = "optimizer.early_step_in_backward"
         raise unfit(key, "excludes callbacks with before_update: gradients never exist all at once")

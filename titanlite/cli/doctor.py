@@ -272,7 +272,7 @@ def _config(run: RunConfig) -> _Found:
     from titanlite.assembly.preflight import machine_problems
     from titanlite.data import DataError
     from titanlite.data.tokenizer import load_tokenizer
-    from titanlite.dist.process_settings import count_gpus
+    from titanlite.dist.count_gpus import count_gpus
 
     ranks = run.launch.gpus_per_node
     gpus = count_gpus()

@@ -61,18 +61,3 @@ def keep_freed_memory() -> bool:
     # Without blocks of their own from mmap, large tensors come from the heap, whose end is not
     # trimmed.
     return bool(mallopt(mmap_max, 0)) and bool(mallopt(trim_threshold, -1))
-
-
-def count_gpus() -> int:
-    """Return the GPUs that torch will see here, without importing it."""
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, check=False
-        ).stdout
-    except OSError:
-        return 0
-    found = len(re.findall(r"^GPU ", listed, re.MULTILINE))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return found
-    return min(found, len([name for name in visible.split(",") if name.strip()]))
