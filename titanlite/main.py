@@ -143,17 +143,6 @@ def _without_collector() -> Iterator[None]:
         gc.enable()
 
 
-def _import_compiler() -> None:
-    """Import torch's compiler.
-
-    FSDP and the optimizers of torch import it at their first call, also in a run that compiles
-    nothing.
-    """
-    # A torch without it has nothing to import.
-    with _without_collector(), contextlib.suppress(ImportError):
-        import torch._dynamo  # noqa: F401
-
-
 def _stopped(error: BaseException) -> int:
     """Return the code of a run that was asked to stop; say so where nothing has logged it."""
     together = getattr(error, "together", False)
@@ -191,8 +180,10 @@ class _Rank:
         callbacks = self.load_code()
         # Before what takes longer on one rank than on another.
         self.store = connect_store()
-        # After the code of the user, which may set variables for it.
-        _import_compiler()
+        # FSDP and optimizers import torch's compiler at their first call. After the code of the
+        # user, which may set variables for it.
+        with _without_collector(), contextlib.suppress(ImportError):
+            import torch._dynamo  # noqa: F401
         with contextlib.ExitStack() as held:
             if self.store is not None:
                 from titanlite.dist.rendezvous import report_failure
@@ -221,7 +212,13 @@ class _Rank:
 
         setup_console(self.environment.rank, self.config.metrics.enable_color_printing)
         if self.environment.rank == 0:
-            _log_files(self.asked.files)
+            if self.asked.files:
+                logger.info(f"config: {', '.join(self.asked.files)}")
+            else:
+                logger.warning(
+                    "no --job.config_file is given: this run has the defaults and your flags; "
+                    "train_configs/ has configs to start from"
+                )
         if any(dotted_paths(self.asked)):
             from titanlite.config.own_functions import load_functions
 
@@ -297,19 +294,6 @@ class _Rank:
         self.stop.at_once = False
         rank, phase = self.environment.rank, self.watchdog.where
         return failure.explain_memory(error, self.config, rank, phase, self.store)
-
-
-def _log_files(files: Sequence[str]) -> None:
-    """Log the config files; warn if there is none, since a run with defaults alone is rarely
-    intended.
-    """
-    if files:
-        logger.info(f"config: {', '.join(files)}")
-    else:
-        logger.warning(
-            "no --job.config_file is given: this run has the defaults and your flags; "
-            "train_configs/ has configs to start from"
-        )
 
 
 if __name__ == "__main__":

@@ -116,15 +116,14 @@ def _without_query(match: re.Match[str]) -> str:
         # `?` stands for one character of a name in a store.
         return match[0]
     parts = [part for part in re.split("[&#]", query) if part]
-    kept = [part for part in parts if _is_harmless(part)]
+    kept = []
+    for part in parts:
+        key = _HARMLESS_PART.fullmatch(part)
+        if key is not None and key[1].lower() in _HARMLESS:
+            kept.append(part)
     if len(kept) < len(parts):
         kept.append(REMOVED)
     return f"{scheme}{rest}{mark}{'&'.join(kept)}{written[len(query) :]}"
-
-
-def _is_harmless(part: str) -> bool:
-    key = _HARMLESS_PART.fullmatch(part)
-    return key is not None and key[1].lower() in _HARMLESS
 
 
 def public_tree(value: Any) -> Any:

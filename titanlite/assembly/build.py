@@ -64,8 +64,6 @@ class TrainingComponents:
     saves: SaveParts | None
     #: The sizes of the steps from where the run started or went back to.
     course: Course
-    #: Fits the model's parts to the size of a step.
-    resize: Callable[[StepSize], object] = do_nothing
     callbacks: list[Callback] = field(default_factory=list)
     #: Service → id of the run there, for checkpoints.
     trackers: Callable[[], dict[str, str]] = dict
@@ -110,6 +108,15 @@ class TrainingComponents:
         """Steps of the whole run."""
         assert self.run.steps is not None
         return self.run.steps
+
+    @cached_property
+    def resize(self) -> Callable[[StepSize], object]:
+        """What fits the model's parts to the size of a step."""
+        if not self.run.data.phase:
+            return do_nothing
+        from titanlite.assembly.phase_resize import Resizer
+
+        return Resizer(self.run, self.model_parts, self.loaders.course.size(1))
 
     @cached_property
     def anomalies(self) -> AnomalyLog:
@@ -184,17 +191,8 @@ def build(
         loaders=loaders,
         saves=saves,
         course=loaders.course,
-        resize=_resizer(run, model, loaders.course.size(1)),
     )
     parts.callbacks, parts.trackers = build_callbacks(parts, watchdog, own)
     if run.debug.deterministic:
         use_deterministic(run.debug.deterministic_warn_only)
     return parts
-
-
-def _resizer(run: RunConfig, model: ModelParts, size: StepSize) -> Callable[[StepSize], object]:
-    if not run.data.phase:
-        return do_nothing
-    from titanlite.assembly.phase_resize import Resizer
-
-    return Resizer(run, model, size)

@@ -41,7 +41,11 @@ def build_callbacks(
     every = [*_first(parts, watchdog), gc, *_of_attempt(parts, watchdog)]
     if parts.world.device.type == "cuda":
         # Before the metrics, which begin a new peak.
-        every.append(_peak_check(parts))
+        from titanlite.plan.memory import with_vocabulary
+        from titanlite.plan.peak_check import PeakCheck
+
+        planned = with_vocabulary(run, parts.datasets.tokenizer.vocab_size)
+        every.append(PeakCheck(planned, torch.cuda.max_memory_allocated))
     every += [*figures, metrics, *_optional(parts, metrics)]
     every += own
     for feature in run.features.on:
@@ -129,11 +133,3 @@ def _peak_flops(parts: TrainingComponents) -> float | None:
     from titanlite.plan.hardware import peak_flops
 
     return peak_flops(device_name(parts.world.device))
-
-
-def _peak_check(parts: TrainingComponents) -> Callback:
-    from titanlite.plan.memory import with_vocabulary
-    from titanlite.plan.peak_check import PeakCheck
-
-    planned = with_vocabulary(parts.run, parts.datasets.tokenizer.vocab_size)
-    return PeakCheck(planned, torch.cuda.max_memory_allocated)

@@ -84,9 +84,19 @@ class MetricsLogger(Callback):
         if self._world.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             if is_new:
-                _keep_earlier(folder / FILE)
+                earlier = folder / FILE
+                if earlier.exists() and earlier.stat().st_size:
+                    number = 1
+                    while (kept := folder / f"metrics-{number}.jsonl").exists():
+                        number += 1
+                    earlier.rename(kept)
+                    logger.info(f"the metrics of an earlier run are kept as {kept}")
             self._jsonl = MetricsLog(folder / FILE)
-            self._jsonl.truncate_after(step, _measured_again(trainer))
+            figures = {"validation": "validation_loss", "tasks": "eval_seconds"}
+            # They are measured again.
+            self._jsonl.truncate_after(
+                step, [figures[name] for name in trainer.owed & figures.keys()]
+            )
         metrics = self._metrics
         if metrics.enable_tensorboard or metrics.tracker_names:
             from titanlite.metrics.run_boards import Boards
@@ -280,24 +290,3 @@ class _Reduced(NamedTuple):
     loss: float
     norm: float
     layer_norms: list[float]
-
-
-def _measured_again(trainer: Trainer) -> list[str]:
-    """Return figures of the step of the checkpoint that the run begins with."""
-    found = []
-    if "validation" in trainer.owed:
-        found.append("validation_loss")
-    if "tasks" in trainer.owed:
-        found.append("eval_seconds")
-    return found
-
-
-def _keep_earlier(path: Path) -> None:
-    if not path.exists() or not path.stat().st_size:
-        return
-    number = 1
-    while path.with_name(f"metrics-{number}.jsonl").exists():
-        number += 1
-    kept = path.with_name(f"metrics-{number}.jsonl")
-    path.rename(kept)
-    logger.info(f"the metrics of an earlier run are kept as {kept}")

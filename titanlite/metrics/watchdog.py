@@ -279,7 +279,15 @@ class HangWatchdog(Position):
     def _run(self) -> None:
         try:
             while not self._stop.wait(self._poll):
-                self._tick(time.monotonic())
+                now = time.monotonic()
+                if now >= self._next_beat:
+                    self._next_beat = now + self._heartbeat
+                    self._publish()
+                if not self._followed.is_set() and self._store.check(["raised"]):
+                    self._follow(RankState.load(self._store.get("raised").decode()))
+                    self._followed.set()
+                elif not self._end_state:
+                    self._look_out(now)
         except (RuntimeError, OSError) as error:
             if not self._stop.is_set():
                 reason = str(error).partition("\n")[0]
@@ -291,16 +299,8 @@ class HangWatchdog(Position):
         finally:
             self._followed.set()
 
-    def _tick(self, now: float) -> None:
-        if now >= self._next_beat:
-            self._next_beat = now + self._heartbeat
-            self._publish()
-        if not self._followed.is_set() and self._store.check(["raised"]):
-            self._follow(RankState.load(self._store.get("raised").decode()))
-            self._followed.set()
-            return
-        if self._end_state:
-            return
+    def _look_out(self, now: float) -> None:
+        """While this rank goes on: end it if NCCL has failed; on rank 0 watch all."""
         failure = nccl_failure()
         if failure:
             # Its thread may wait for the device for ever, and NCCL is about to abort the process.
