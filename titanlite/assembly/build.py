@@ -143,9 +143,8 @@ def build(
 ) -> TrainingComponents:
     """Build everything that a loop needs, on this rank's device. All ranks call it together.
 
-    datasets: of `read_datasets`; None: read here. watchdog: entered by the caller; None: one that
-    only logs. callbacks: run after titanlite's own; None: those of `job.callbacks`. Raises
-    ConfigError as `check_model` does.
+    datasets: None: of `read_datasets`. watchdog: entered by the caller; None: one that only logs.
+    callbacks: run after titanlite's own; None: those of `job.callbacks`. Raises ConfigError.
     """
     ensure_console(world.rank)
     own = callbacks or ()
@@ -168,8 +167,7 @@ def build(
         compare_ranks(run, world, datasets)
     model = build_model(run, world, datasets.tokenizer.vocab_size)
     optimizer, step = build_step(run, model)
-    ema = run.features.ema
-    average = None if ema is None else ema.begin(model.model)
+    average = run.features.ema and run.features.ema.begin(model.model)
     loaders = build_loaders(run, model.mesh, datasets, average)
     rate = LearningRate(run.schedule, run.optimizer.peak_lr, course=loaders.course)
     if loaders.phases is not None:
