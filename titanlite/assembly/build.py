@@ -167,7 +167,7 @@ def build(
         compare_ranks(run, world, datasets)
     model = build_model(run, world, datasets.tokenizer.vocab_size)
     optimizer, step = build_step(run, model)
-    average = run.features.ema and run.features.ema.begin(model.model)
+    average = ema.begin(model.model) if (ema := run.features.ema) else None
     loaders = build_loaders(run, model.mesh, datasets, average)
     rate = LearningRate(run.schedule, run.optimizer.peak_lr, course=loaders.course)
     if loaders.phases is not None:

@@ -93,10 +93,8 @@ class MetricsLogger(Callback):
                     logger.info(f"the metrics of an earlier run are kept as {kept}")
             self._jsonl = MetricsLog(folder / FILE)
             figures = {"validation": "validation_loss", "tasks": "eval_seconds"}
-            # They are measured again.
-            self._jsonl.truncate_after(
-                step, [figures[name] for name in trainer.owed & figures.keys()]
-            )
+            again = [figures[name] for name in trainer.owed & figures.keys()]
+            self._jsonl.truncate_after(step, again)
         metrics = self._metrics
         if metrics.enable_tensorboard or metrics.tracker_names:
             from titanlite.metrics.run_boards import Boards
