@@ -140,12 +140,9 @@ def test_what_is_gone_is_no_option_or_choice_of_its_command() -> None:
         assert last not in known
 
 
-@pytest.mark.parametrize("option", ["--compare", "--attempts"])
-def test_json_is_refused_with_what_prints_none(
-    option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_refused_with_what_prints_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--json: is for the list of runs" in printed(
-        capsys, "runs", "x", option, "--json", code=exit_codes.CONFIG
+        capsys, "runs", "x", "--attempts", "--json", code=exit_codes.CONFIG
     )
 
 

@@ -16,9 +16,6 @@ from titanlite.cli import doctor
 from titanlite.cli.doctor import ERROR, OK, WARNING, checks, examine
 from titanlite.cli.main import main
 from titanlite.plan.hardware import INSTANCES
-from titanlite.plan.plan import checkpoint_disk
-from titanlite.resolve.load import check_config
-from titanlite.utils import human_bytes
 
 DOCS = ROOT / "docs" / "launch"
 
@@ -45,7 +42,6 @@ def test_every_check_is_documented_and_no_secret_is_shown(
     assert all(re.search(rf"^\w+ +{name} ", text, re.MULTILINE) for name in documented)
     assert f"{tmp_path} (for {tmp_path}/new/run, which is not there yet)" in text
     assert "hf_secret" not in text
-    assert "a checkpoint takes about 89.7 GiB" in text
     assert "model.tokenizer_path: /no does not exist" in text
     assert code == 1 and "a CPU has no float8 products" in text  # the 8B wants them
 
@@ -56,28 +52,6 @@ def test_a_check_that_fails_is_a_finding() -> None:
         raise OSError("broken")
 
     assert list(examine(fails)) == [(OK, "first"), (WARNING, "not examined: OSError: broken")]
-
-
-def test_a_checkpoint_has_the_size_of_the_plan_and_the_disk_of_its_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    flags = [
-        f"--job.dump_folder={tmp_path}",
-        "--checkpoint.enable_checkpoint",
-        "--checkpoint.folder=/proc/saves",
-    ]
-    flags += ["--training.dtype=bfloat16", "--optimizer.name=AnyPrecisionAdamW"]
-    run = check_config(["--job.config_file=llama3_8b.toml", *flags], training=False)[1]
-    asked = list[str]()
-    monkeypatch.setattr(
-        doctor.shutil,
-        "disk_usage",
-        lambda folder: asked.append(str(folder)) or SimpleNamespace(free=1),
-    )
-    size = human_bytes(checkpoint_disk(run, 1.0).checkpoint)
-    assert size == "59.8 GiB"
-    assert f"about {size}; " in found(lambda: doctor._config(run), WARNING)
-    assert asked == ["/proc"]
 
 
 def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

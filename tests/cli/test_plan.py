@@ -51,25 +51,6 @@ def test_the_report_names_parts_and_time(plan: Any) -> None:
     assert f"50,000 steps, 26.2B tokens in {found['hours'] / 24:.1f} days (" in out
 
 
-@pytest.mark.slow
-def test_without_hardware_it_shows_the_fewest_gpus_of_each_kind(plan: Any) -> None:
-    code, out, _ = plan("llama3_8b.toml", "--json")
-    found = {entry["gpu"]: entry for entry in json.loads(out)}
-    assert code == 0
-    assert all(entry["fits"] for entry in found.values())
-    assert "l4-24g" not in found
-    for name, entry in found.items():
-        half = str(entry["world_size"] // 2)
-        assert (
-            half == "0"
-            or plan("llama3_8b.toml", "--gpus", half, "--gpu", name)[0] == exit_codes.OUT_OF_MEMORY
-        )
-    assert "not on l4-24g: too little memory, of 52.6 GiB at least" in plan("llama3_8b.toml")[1]
-    assert plan("llama3_8b.toml", "--gpu", "l4-24g")[0] == exit_codes.OUT_OF_MEMORY
-    rows = plan("llama3_8b_level3_float8.toml", "--gpus", "8")[1]
-    assert "not on a100-80g: a100-80g has no float8" in rows
-
-
 def test_the_section_launch_is_the_hardware(plan: Any) -> None:
     flags = ["--launch.instance_type=p5.48xlarge", "--launch.nodes=2"]
     assert json.loads(plan("llama3_8b.toml", *flags, "--json")[1])["world_size"] == 16
@@ -86,18 +67,9 @@ def test_the_section_launch_is_the_hardware(plan: Any) -> None:
         ),
         (["llama3_8.toml", *H100], "nearest in train_configs/: llama3_8b.toml"),
         (["llama3_8b.toml", *H100, "--rank", "8"], "expected one of 0 … 7"),
-        (["llama3_8b.toml", "--rank", "0"], "is for one cluster"),
-        (
-            ["llama3_8b.toml", "--gpus", "12", "--training.global_batch_size=48"],
-            "12 GPUs are not whole machines of 8",
-        ),
+        (["llama3_8b.toml"], "no GPU is named"),
         (["llama3_8b.toml", *H100, "--search", "--exact"], "is not for a search"),
-        (["llama3_8b.toml", *H100, "--write", "x.toml"], "give --search"),
-        (
-            ["llama3_8b.toml", *H100, "--search", "--write", "/nonexistent/x.toml"],
-            "--write: cannot write /nonexistent/x.toml",
-        ),
-        (["hf_debug.toml"], "`titanlite plan CONFIG --gpus 1 --gpu NAME --exact` traces a step"),
+        (["hf_debug.toml", *H100], "`titanlite plan CONFIG --gpus 8 --gpu NAME --exact` traces"),
         (
             [
                 "llama3_8b.toml",
@@ -119,8 +91,6 @@ def test_errors_say_what_to_do(plan: Any, words: list[str], said: str) -> None:
     ("words", "said"),
     [
         (["--html", "x.html"], "--html is gone: the text and --json have the memory by part"),
-        (["--price=3"], "--price is gone: multiply the hours"),
-        (["--tokens", "1T"], "--tokens is gone: give the key --training.tokens N"),
         (["--search", "--allow=float8"], "--allow is gone: give --float8.enable_float8_linear"),
         (["--htm", "x.html"], "unknown option --htm"),
     ],

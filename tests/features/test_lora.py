@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -12,10 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    DefaultReduceScatter,
-)
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from tests.support.adapters import (
     ALPHA,
@@ -28,19 +24,16 @@ from tests.support.adapters import (
     run_flags,
     train_seen,
 )
-from tests.support.checkpoints import write_weights
 from tests.support.commands import evaluate_run
 from tests.support.compare import relative
 from tests.support.pool import Pools
 from tests.support.whole_runs import losses_of
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
-from titanlite.cli.hub.convert import convert, open_source
-from titanlite.cli.hub.tensors import Contents, our_logits
+from titanlite.cli.hub.convert import convert
+from titanlite.cli.hub.tensors import Contents
 from titanlite.cli.main import main
 from titanlite.dist.dist_env import DistEnv
-from titanlite.models import get_spec
-from titanlite.models.args import as_record
 
 
 @pytest.fixture(scope="module")
@@ -53,28 +46,15 @@ def adapters(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
     return peft_folder(tmp_path_factory.mktemp("peft"), base)
 
 
-def global_batch(found: list[dict[str, Any]], copies: int) -> list[Any]:
-    """The batches of all ranks. copies: ranks that share each."""
-    return [batch for one in found[::copies] for batch in one["batches"]]
-
-
-PP = "--experimental.pipeline_parallel_degree=2"
 ONE_EACH = "--training.batch_size=1"
 COMPILED = ["--training.compile", "--compile.backend=aot_eager"]
 BY_OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
-WAYS: dict[str, tuple[int, int, list[str]]] = {
-    "one rank": (1, 1, []),
-    "FSDP 2": (2, 1, []),
-    "PP 2": (2, 2, [PP]),
-    "DDP 2": (2, 1, ["--training.data_parallel_replicate_degree=2"]),
-    "recomputed": (1, 1, ["--activation_checkpoint.mode=full"]),
-    "recomputed by operator": (1, 1, BY_OP),
-    "loss in chunks": (2, 1, ["--training.loss_chunks=3"]),
-    "micro-batches": (2, 1, [ONE_EACH]),
-    "compiled": (1, 1, COMPILED),
-    "compiled, recomputed by operator": (1, 1, [*COMPILED, *BY_OP]),
-    "HSDP 2 x 2": (4, 1, ["--training.data_parallel_replicate_degree=2", ONE_EACH]),
-    "PP 2, FSDP 2": (4, 1, [PP]),
+WAYS: dict[str, tuple[int, list[str]]] = {
+    "FSDP 2": (2, []),
+    "loss in chunks": (2, ["--training.loss_chunks=3"]),
+    "micro-batches": (2, [ONE_EACH]),
+    "compiled, recomputed by operator": (1, [*COMPILED, *BY_OP]),
+    "HSDP 2 x 2": (4, ["--training.data_parallel_replicate_degree=2", ONE_EACH]),
 }
 
 
@@ -84,18 +64,12 @@ def test_gradients_are_those_of_peft(
     pool: Pools, tmp_path: Path, base: Path, adapters: Path, way: str
 ) -> None:
     """Gradients, loss and what changes."""
-    ranks, copies, more = WAYS[way]
+    ranks, more = WAYS[way]
     flags = run_flags(base, f"--lora.adapter={adapters}", "--training.steps=2", *more)
     found = pool(ranks).run(train_seen, str(tmp_path), *flags)
-    if PP in more:
-        # All data-parallel ranks have a copy in each stage; the first stage comes first.
-        batches = global_batch(found[: ranks // 2], copies // 2 or 1)
-    else:
-        batches = global_batch(found, copies)
+    batches = [batch for one in found for batch in one["batches"]]
     expected, loss = peft_gradients(base, batches)
-    gradients: dict[str, torch.Tensor] = {}
-    for one in found:
-        gradients |= one["gradients"]
+    gradients = found[0]["gradients"]
     assert gradients.keys() == expected.keys() and len(expected) == 28
     for name, gradient in expected.items():
         assert relative(gradients[name], gradient) < 2e-6, name
@@ -120,49 +94,16 @@ def test_a_new_adapter_changes_no_bit(pool: Pools, tmp_path: Path, base: Path) -
         assert torch.equal(again["start"][name], found["start"][name]), name
 
 
-TRAINED = [
-    "--model.overrides.n_kv_heads=2",
-    "--checkpoint.enable_checkpoint",
-    "--checkpoint.interval=1000",
-    "--training.steps=100",
-    "--lr_scheduler.total_steps=100",
-    "--validation.steps=8",
-    "--validation.first",
-    "--validation.freq=100",
-]
-
-
 def held_out(found: dict[str, Any]) -> list[float]:
     return [row["validation_loss"] for row in found["rows"] if "validation_loss" in row]
-
-
-@pytest.mark.slow
-def test_a_hundred_steps_learn(pool: Pools, tmp_path: Path) -> None:
-    """Adapters take a model that was trained on one text further, on its own checkpoint."""
-    before = pool(2).run(train_seen, str(tmp_path / "before"), *TRAINED)[0]
-    base = tmp_path / "before" / "checkpoint"
-    flags = [*TRAINED, "--lora.rank=8", f"--checkpoint.initial_load_path={base}"]
-    found = pool(2).run(train_seen, str(tmp_path / "after"), *flags)[0]
-    first, last = held_out(found)
-    assert first == pytest.approx(held_out(before)[-1], abs=1e-6)
-    assert last < first - 0.03
-    assert evaluate_run_of(pool, tmp_path / "after", "--validation.steps=8") == last
-    whole = f"--checkpoint.initial_load_path={tmp_path}/after"
-    refused = pool(2).run(train_seen, str(tmp_path / "whole"), *TRAINED, whole)[0]
-    assert "holds adapters alone" in refused["error"]
-
-
-def evaluate_run_of(pool: Pools, folder: Path, *flags: str) -> float:
-    return float(pool(2).run(evaluate_run, folder, *flags)[0].all.loss)
 
 
 RESUMED = ["--training.steps=6", "--lora.dropout=0.2", "--checkpoint.interval=3"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--activation_checkpoint.mode=full"]], ids=str)
-def test_a_resume_is_exact(pool: Pools, tmp_path: Path, base: Path, more: list[str]) -> None:
-    flags = run_flags(base, *RESUMED, *more)
+def test_a_resume_is_exact(pool: Pools, tmp_path: Path, base: Path) -> None:
+    flags = run_flags(base, *RESUMED, "--activation_checkpoint.mode=full")
     straight = pool(2).run(train_seen, str(tmp_path / "a"), *flags)[0]
     pool(2).run(train_seen, str(tmp_path / "b"), *flags, "--training.steps=3")
     resumed = pool(2).run(train_seen, str(tmp_path / "b"), *flags)[0]
@@ -180,13 +121,6 @@ def test_a_checkpoint_holds_adapters_alone(pool: Pools, tmp_path: Path, base: Pa
     assert weights == {f"model.{name}" for name in found["adapters"]}
     moments = {name for name in manifest.tensors if name.startswith("optimizer.state.")}
     assert len(moments) == 3 * len(weights)
-    # Three numbers in float32 for each parameter, and files' own headers.
-    numbers = sum(tensor.numel() for name, tensor in found["end"].items() if "lora_" in name)
-    tensors = 3 * 4 * numbers
-    generators = 2 * torch.get_rng_state().numel()
-    size = sum(file.stat().st_size for file in folder.glob("*.distcp"))
-    assert tensors + generators < size < 1.9 * (tensors + generators) + 4 * 2**16
-    assert 4 * sum(tensor.numel() for tensor in found["end"].values()) > 3 * size
     assert manifest.config["lora"]["base"]["path"] == str(base)
     assert len(manifest.config["lora"]["base"]["tensors"]) == 21
     assert torch.equal(
@@ -210,18 +144,8 @@ def test_another_base_is_refused(pool: Pools, tmp_path: Path, base: Path) -> Non
     )[0]
     assert found["code"] == exit_codes.CHECKPOINT
     assert "base: " in found["error"] and "no key allows it" in found["error"]
-    for change, shown in (("--lora.alpha=7", "alpha 7"), ("--lora.rank=0", "none here")):
-        found = pool(1).run(train_seen, str(tmp_path / "run"), *moved, change)[0]
-        assert found["code"] == exit_codes.CHECKPOINT and shown in found["error"], found["error"]
-    # The same weights in a checkpoint of titanlite are the same base.
-    source = open_source(base)
-    model = get_spec(source.family).build(source.args)
-    model.load_state_dict({name: source.read(name) for name in source.empty})
-    write_weights(tmp_path / "ours", model, {"model": as_record(source.family, source.args)})
-    found = pool(1).run(
-        train_seen, str(tmp_path / "run"), *moved, f"--checkpoint.initial_load_path={tmp_path}/ours"
-    )[0]
-    assert not found["error"] and found["step"] == 3
+    found = pool(1).run(train_seen, str(tmp_path / "run"), *moved, "--lora.rank=0")[0]
+    assert found["code"] == exit_codes.CHECKPOINT and "none here" in found["error"]
 
 
 # Other programs' files
@@ -258,31 +182,6 @@ def test_an_export_is_the_base_with_what_adapters_add(
     averaged = load_file(tmp_path / "ema" / "model.safetensors")
     one = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(averaged[one], merged[one])
-
-
-def test_peft_reads_our_adapters(tmp_path: Path, base: Path, trained: Path) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    convert(trained, tmp_path / "peft", "peft")
-    convert(trained, tmp_path / "hf", "hf")
-    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    model = PeftModel.from_pretrained(plain, tmp_path / "peft")
-    assert sum("lora_A" in name for name, _ in model.named_parameters()) == 14
-    tokens = torch.randint(2304, (2, 32), generator=torch.Generator().manual_seed(5))
-    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    with torch.no_grad():
-        theirs = model(tokens).logits
-        ours = our_logits_of(trained, tokens)
-        assert relative(theirs, ours) < 1e-6
-        assert relative(whole(tokens).logits, ours) < 1e-6
-        with model.disable_adapter():
-            assert relative(model(tokens).logits, ours) > 1e-3
-
-
-def our_logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
-    source = open_source(folder)
-    return torch.cat([our_logits(source.family, source.args, source.read, t[None]) for t in tokens])
 
 
 def test_adapters_of_peft_are_sources_too(tmp_path: Path, base: Path, adapters: Path) -> None:
@@ -325,9 +224,7 @@ def test_the_base_must_be_the_right_one(tmp_path: Path, base: Path, trained: Pat
         ("use_dora", True, "use_dora is True"),
         ("peft_type", "IA3", "peft_type is 'IA3'"),
         ("r", 5, "and r is 5"),
-        ("rank_pattern", {"q_proj": 2}, "rank_pattern"),
         ("init_lora_weights", "pissa", "changes the weights"),
-        ("new_idea", 3, "new_idea is 3"),
         ("lora_alpha", None, "lora_alpha"),
     ],
 )
@@ -348,12 +245,8 @@ def test_a_run_takes_only_its_own_kind_of_adapters(
     pool: Pools, tmp_path: Path, base: Path, adapters: Path, trained: Path
 ) -> None:
     flags = [*run_flags(base, "--training.steps=1"), f"--lora.adapter={adapters}"]
-    for change, shown in (
-        ("--lora.alpha=7", "alpha: 6.0 there, 7.0 here"),
-        ('--lora.targets=["wq"]', "targets: ['"),
-    ):
-        found = pool(1).run(train_seen, str(tmp_path / "a"), *flags, change)[0]
-        assert shown in found["error"], found["error"]
+    found = pool(1).run(train_seen, str(tmp_path / "a"), *flags, "--lora.alpha=7")[0]
+    assert "alpha: 6.0 there, 7.0 here" in found["error"], found["error"]
     found = pool(1).run(train_seen, str(tmp_path / "b"), *flags, f"--lora.adapter={base}")[0]
     assert "lora.adapter: " in found["error"]
     # Those of another run of ours, and of its folder.
@@ -366,103 +259,32 @@ def test_a_run_takes_only_its_own_kind_of_adapters(
 # With other features
 
 
-def _collectives(world: DistEnv, folder: str, *flags: str) -> dict[str, list[int]]:
-    """Train a step; the numbers that FSDP gathers and reduces, by collective."""
-    seen: dict[str, list[int]] = {"gathered": [], "reduced": []}
+def _reduced(world: DistEnv, folder: str, *flags: str) -> list[int]:
+    """Train a step; the numbers that FSDP reduces, by collective."""
+    seen: list[int] = []
+    real = DefaultReduceScatter.__call__
 
-    def counting(name: str, real: Any) -> Any:
-        def call(self: Any, output_tensor: Any, input_tensor: Any, *args: Any, **kw: Any) -> Any:
-            seen[name].append(max(output_tensor.numel(), input_tensor.numel()))
-            return real(self, output_tensor, input_tensor, *args, **kw)
+    def counting(self: Any, output_tensor: Any, input_tensor: Any, *args: Any, **kw: Any) -> Any:
+        seen.append(input_tensor.numel())
+        return real(self, output_tensor, input_tensor, *args, **kw)
 
-        return call
-
-    with contextlib.ExitStack() as patches:
-        for name, cls in (("gathered", DefaultAllGather), ("reduced", DefaultReduceScatter)):
-            patched = counting(name, cls.__call__)
-            patches.enter_context(mock.patch.object(cls, "__call__", patched))
+    with mock.patch.object(DefaultReduceScatter, "__call__", counting):
         train_seen(world, folder, *flags)
     return seen
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_adapters_alone_are_reduced(pool: Pools, tmp_path: Path, base: Path, prefetch: int) -> None:
+def test_adapters_alone_are_reduced(pool: Pools, tmp_path: Path, base: Path) -> None:
     flags = run_flags(
         base,
         "--training.steps=1",
         "--training.reshard_after_forward=always",
-        f"--training.prefetch={prefetch}",
         "--no-checkpoint.verify_saves",
     )
-    found = pool(2).run(_collectives, str(tmp_path / "a"), *flags)[0]
-    whole = pool(2).run(_collectives, str(tmp_path / "b"), *flags, "--lora.rank=0")[0]
+    found = pool(2).run(_reduced, str(tmp_path), *flags)[0]
     linears = {(64, 64): 2, (64, 32): 2, (64, 256): 3}
     adapters = sum(count * RANK * (a + b) for (a, b), count in linears.items())
-    assert found["reduced"] == [adapters, adapters]
-    block = sum(count * a * b for (a, b), count in linears.items()) + 2 * 64
-    head = 64 + 2304 * 64
-    assert sorted(whole["reduced"]) == sorted([block, block, 2304 * 64, head])
-    # The embedding is gathered in the forward alone.
-    gathered = sorted(found["gathered"])
-    assert gathered == sorted([2304 * 64, *([block + adapters] * 4), head, head])
-
-
-@pytest.mark.slow
-def test_frozen_weights_wait_in_the_dtype_of_products(
-    pool: Pools, tmp_path: Path, base: Path
-) -> None:
-    flags = run_flags(base, "--training.steps=2", "--training.mixed_precision_param=bfloat16")
-    found = pool(2).run(train_seen, str(tmp_path / "a"), *flags)[0]
-    whole = pool(2).run(train_seen, str(tmp_path / "b"), *flags, "--lora.rank=0")[0]
-    for name, tensor in found["end"].items():
-        assert tensor.dtype == (torch.float32 if "lora_" in name else torch.bfloat16), name
-    assert found["rows"][0]["loss"] == whole["rows"][0]["loss"]
-    # The hash does not depend on it.
-    exact = pool(2).run(
-        train_seen,
-        str(tmp_path / "a"),
-        *flags,
-        "--training.steps=3",
-        "--training.mixed_precision_param=float32",
-    )[0]
-    assert not exact["error"] and exact["step"] == 3
-
-
-FLOAT8 = ["--float8.enable_float8_linear", "--float8.emulate"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "more",
-    [
-        [],
-        ["--float8.enable_fsdp_float8_all_gather"],
-        ["--float8.recipe_name=mxfp8"],
-    ],
-    ids=str,
-)
-def test_the_base_may_be_in_float8(
-    pool: Pools, tmp_path: Path, base: Path, more: list[str]
-) -> None:
-    flags = run_flags(base, "--training.steps=4", *FLOAT8, *more)
-    found = pool(2).run(train_seen, str(tmp_path / "a"), *flags)[0]
-    whole = pool(2).run(train_seen, str(tmp_path / "b"), *flags, "--lora.rank=0")[0]
-    plain = pool(2).run(
-        train_seen,
-        str(tmp_path / "c"),
-        *flags,
-        "--float8.enable_float8_linear=false",
-        "--float8.recipe_name=tensorwise",
-    )[0]
-    assert found["rows"][0]["loss"] == whole["rows"][0]["loss"] != plain["rows"][0]["loss"]
-    assert found["rows"][-1]["loss"] == pytest.approx(plain["rows"][-1]["loss"], rel=0.01)
-    for name, tensor in found["end"].items():
-        changed = not torch.equal(tensor, found["start"][name])
-        assert changed == (name in found["adapters"]), name
-    for name, gradient in plain["gradients"].items():
-        if "lora_b" in name:
-            assert relative(found["gradients"][name], gradient) < 0.4, name
+    assert found == [adapters, adapters]
 
 
 @pytest.mark.slow
@@ -475,10 +297,18 @@ def test_documents_and_averages(pool: Pools, tmp_path: Path, base: Path) -> None
         "--validation.enable",
         "--validation.ema",
         "--checkpoint.model_weights_only",
+        "--checkpoint.export_ema",
         "--checkpoint.interval=2",
     )
     found = pool(2).run(train_seen, str(tmp_path), *flags)[0]
-    assert not found["error"] and held_out(found)
+    assert not found["error"]
+    assert pool(2).run(evaluate_run, tmp_path)[0].all.loss == held_out(found)[-1]
+    refused = pool(2).run(
+        train_seen,
+        str(tmp_path / "whole"),
+        *run_flags(tmp_path, "--lora.rank=0"),
+    )[0]
+    assert "holds adapters alone" in refused["error"]
     full_one = read_manifest(tmp_path / "checkpoint" / "step-2").tensors
     averages = {name for name in full_one if name.startswith("ema.")}
     assert averages == {f"ema.{name}" for name in found["adapters"]}
@@ -508,29 +338,22 @@ def run_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[i
     return code, capsys.readouterr().out
 
 
-#: Family → flags of a small one, and how two ranks share it.
-SMALL_FAMILIES = {
-    "mixtral": (
-        [
-            "--model.overrides.n_kv_heads=2",
-            "--model.overrides.n_experts=4",
-            "--model.overrides.ffn_dim=64",
-            "--model.overrides.aux_loss=0",
-        ],
-        ["--parallelism.expert_parallel_degree=2", "--training.batch_size=2"],
-    ),
-    "deepseek_v3": ([], ["--training.batch_size=2"]),
-}
+#: A small Mixtral, and how two ranks share it.
+MIXTRAL = [
+    "--model.overrides.n_kv_heads=2",
+    "--model.overrides.n_experts=4",
+    "--model.overrides.ffn_dim=64",
+    "--model.overrides.aux_loss=0",
+]
+SHARED = ["--parallelism.expert_parallel_degree=2", "--training.batch_size=2"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", SMALL_FAMILIES)
-def test_other_families(pool: Pools, tmp_path: Path, family: str) -> None:
-    own, way = SMALL_FAMILIES[family]
-    model = [f"--model.name={family}", "--checkpoint.enable_checkpoint", *own]
+def test_experts_that_ranks_share(pool: Pools, tmp_path: Path) -> None:
+    model = ["--model.name=mixtral", "--checkpoint.enable_checkpoint", *MIXTRAL]
     model += ["--no-validation.enable", "--training.max_norm=1e9"]
     model += ["--training.batch_size=4", "--training.global_batch_size=4"]
-    under = pool(1).run(train_seen, str(tmp_path / "base"), *model, "--training.steps=1")[0]
+    pool(1).run(train_seen, str(tmp_path / "base"), *model, "--training.steps=1")
     flags = [
         *model,
         "--lora.rank=4",
@@ -538,7 +361,7 @@ def test_other_families(pool: Pools, tmp_path: Path, family: str) -> None:
         "--training.steps=3",
     ]
     one = pool(1).run(train_seen, str(tmp_path / "one"), *flags)[0]
-    two = pool(2).run(train_seen, str(tmp_path / "two"), *flags, *way)[0]
+    two = pool(2).run(train_seen, str(tmp_path / "two"), *flags, *SHARED)[0]
     assert not one["error"] and not two["error"]
     for row, other in zip(one["rows"], two["rows"], strict=True):
         assert other["loss"] == pytest.approx(row["loss"], abs=2e-5)
@@ -546,20 +369,6 @@ def test_other_families(pool: Pools, tmp_path: Path, family: str) -> None:
         if "lora_b" in name:
             assert relative(two["gradients"][name], gradient) < 5e-6, name
     for found in (one, two):
-        for name, bias in under["biases"].items():
-            assert bias.any() and torch.equal(found["biases"][name], bias), name
         for name, tensor in found["end"].items():
             changed = not torch.equal(tensor, found["start"][name])
             assert changed == (name in found["adapters"]), name
-
-
-@pytest.mark.slow
-def test_ranks_may_share_sequences(pool: Pools, tmp_path: Path, base: Path, adapters: Path) -> None:
-    flags = run_flags(
-        base, f"--lora.adapter={adapters}", "--training.steps=1", "--training.batch_size=4"
-    )
-    one = pool(1).run(train_seen, str(tmp_path / "one"), *flags)[0]
-    cp = "--experimental.context_parallel_degree=2"
-    two = pool(2).run(train_seen, str(tmp_path / "two"), *flags, cp)[0]
-    for name, gradient in one["gradients"].items():
-        assert relative(two["gradients"][name], gradient) < 2e-6, name

@@ -43,37 +43,14 @@ def read(*flags: str, config: str = "llama3_1_8b", ranks: int = 8) -> RunConfig:
             "`titanlite export` merges adapters",
         ),
         (["--training.tensor_parallel_degree=2"], "adapters are small: shard the model by FSDP"),
-        (
-            [
-                "--experimental.pipeline_parallel_degree=2",
-                "--experimental.pipeline_parallel_schedule=InterleavedZeroBubble",
-                NO_AC,
-                "--training.batch_size=2",
-                "--training.gradient_sync=last",
-            ],
-            "frozen weights are tested with one backward alone",
-        ),
-        (
-            [
-                "--experimental.pipeline_parallel_degree=2",
-                '--lora.targets=["layers.31.attention.wq"]',
-                "--training.batch_size=2",
-                "--training.gradient_sync=last",
-            ],
-            "leaves nothing to train in the pipeline stage from tok_embeddings on",
-        ),
+        (["--experimental.pipeline_parallel_degree=2"], "shard the model by FSDP"),
+        (["--float8.enable_float8_linear"], "frozen weights are in training.mixed_precision"),
     ],
 )
 def test_what_does_not_fit_is_refused(flags: list[str], shown: str) -> None:
     with pytest.raises(ConfigError) as refused:
         read(*flags)
     assert shown in str(refused.value)
-
-
-def test_keys_without_a_rank_are_told() -> None:
-    words = ["--job.config_file=train_configs/llama3_1_8b.toml", "--lora.alpha=8"]
-    run = check_config(words, 8, training=False)[1]
-    assert any("lora.alpha" in note for note in run.notes)
 
 
 @pytest.mark.parametrize(
@@ -110,22 +87,10 @@ SMALL = ("--model.overrides.n_layers=3", "--training.loss_chunks=8")
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
-        (8, [NO_AC]),
         (8, [NO_AC, "--training.loss_chunks=1", "--training.global_batch_size=-1"]),
-        (8, [NO_AC, '--lora.targets=["wq","wv"]']),
         (8, ["--activation_checkpoint.mode=full", "--optimizer.ema_decay=0.9"]),
         (8, ["--activation_checkpoint.selective_ac_option=op"]),
-        (8, [NO_AC, "--training.data_parallel_replicate_degree=4"]),
         (1, ["--activation_checkpoint.mode=full", "--training.global_batch_size=-1"]),
-        (
-            8,
-            [
-                NO_AC,
-                "--experimental.pipeline_parallel_degree=2",
-                "--training.batch_size=2",
-                "--training.gradient_sync=last",
-            ],
-        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
@@ -133,9 +98,7 @@ def test_planned_memory_is_that_of_the_trace(ranks: int, flags: list[str]) -> No
     run = read(*SMALL, *flags, ranks=ranks)
     planned = estimate(run, 0).peak
     traced = trace(run, 0).peak
-    # The formulas of a pipeline lack a tensor between stages, also where all weights are trained.
-    within = 0.01 if run.mesh.pipeline > 1 else 0.002
-    assert planned.total == pytest.approx(traced.total, rel=within)
+    assert planned.total == pytest.approx(traced.total, rel=0.002)
 
 
 def test_planned_memory_of_experts_is_that_of_the_trace() -> None:
@@ -156,10 +119,7 @@ def test_what_freezing_saves() -> None:
     assert parts["parameters"] == pytest.approx(
         (2 * 8_030_261_248 + 4 * trained) / 8 + tables, rel=1e-4
     )
-    # One of three passes of the products is gone, and most of the traffic of gradients.
-    speed = frozen.speed.parts["matrix products"] / whole.speed.parts["matrix products"]
-    assert 0.66 < speed < 0.85
-    assert frozen.speed.step_seconds < whole.speed.step_seconds
+    assert "the time is that of training all weights" in " ".join(frozen.speed.assumptions)
     assert frozen.speed.parts["optimizer"] < 0.01 * whole.speed.parts["optimizer"]
     run = frozen.run
     args = run.model_args()

@@ -13,15 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.checkpoints import unequal
 from tests.support.harness import full
 from tests.support.pool import Pools
 from tests.support.refusals import refusal
 from tests.support.whole_runs import losses_of, make_trainer, train_run
 from titanlite.config.model_sections import Optimizer, OptimizerGroup
-from titanlite.config.sections import Config, Mup
 from titanlite.dist.dist_env import DistEnv
-from titanlite.features.mup import MupFeature, scales_of, summary
+from titanlite.features.mup import scales_of, summary
 from titanlite.features.mup.base import base_args
 from titanlite.features.mup.rules import Rules
 from titanlite.loss import cross_entropy_sum
@@ -106,60 +104,6 @@ def test_every_parameter_of_every_family_has_a_rule(family: str, tied: bool) -> 
         rules.init(name)
 
 
-#: Multiplier, weight that holds it → the factors that differ from table 3.
-TIED = {
-    # Drawn as the base model's, not with dim ** -0.5.
-    "tok_embeddings.weight": VECTOR,
-    "norm.weight": (0.25, 0.25, 1.0),
-}
-#: Four times as wide heads: scores by 1 / d in place of 1 / sqrt(d) are half as large.
-HEADS = {"attention.wq.weight": (0.25, 0.125, 0.5)}
-#: Two times as deep: what a block adds is half as large, and so are gradients inside.
-DEEP = {
-    "attention.wo.weight": (0.25, 0.125, 0.25),
-    "feed_forward.w2.weight": (0.25, 0.125, 0.25),
-    **dict.fromkeys(("attention_norm.weight", "ffn_norm.weight"), (1.0, 1.0, 0.125)),
-    **{
-        f"{name}.weight": (0.5, 0.25, 0.125)
-        for name in ("attention.wq", "attention.wk", "attention.wv")
-    },
-    **{f"feed_forward.{name}.weight": (0.5, 0.25, 0.125) for name in ("w1", "w3")},
-}
-
-
-@pytest.mark.parametrize(
-    ("base", "changes", "different", "gone"),
-    [
-        ({}, {"tied": True}, TIED, {"output.weight"}),
-        ({"n_heads": 16}, {}, HEADS, set()),
-        ({"n_layers": 4}, {"n_layers": 8}, DEEP, set()),
-    ],
-    ids=["tied head", "wider heads", "deeper"],
-)
-def test_multipliers_are_in_the_weights_beside_them(
-    base: dict[str, Any], changes: dict[str, Any], different: dict[str, Any], gone: set[str]
-) -> None:
-    expected = {**LLAMA, **different}
-    for name in gone:
-        del expected[name]
-    assert table(rules_of("llama3", 64, base, ffn_dim=1024, **changes)) == expected
-
-
-def test_heads_of_one_width_change_nothing_in_the_scores() -> None:
-    rules = rules_of("qwen3", 64)
-    assert rules.factors("layers.0.attention.q_norm.weight") == (1, 1, 1)
-    wider = rules_of("qwen3", 64, {"n_heads": 8, "head_dim": 16})
-    assert wider.factors("layers.0.attention.q_norm.weight") == (0.5, 0.5, 0.5)
-
-
-def test_norms_behind_a_block_hold_its_multiplier() -> None:
-    rules = rules_of("olmo2", 64, {"n_layers": 2})
-    found = table(rules)
-    assert found["attention_post_norm.weight"] == (0.25, 0.25, 0.25)
-    assert found["attention.wo.weight"] == (0.5, 0.25, 0.0625)
-    assert rules.init("layers.0.ffn_post_norm.weight").value == 0.25
-
-
 def test_gemma_multiplies_embeddings_and_adds_one_to_gains() -> None:
     """Embeddings times sqrt(dim) have one size at all widths; so have logits, times 1 / m."""
     rules = rules_of("gemma3", 64)
@@ -213,20 +157,6 @@ def filled(rules: Rules, seed: int = 0) -> Any:
     init_weights(model, rules.init, seed)
     model.init_buffers()
     return model
-
-
-def test_measured_standard_deviations() -> None:
-    rules = rules_of("llama3", 64, ffn_dim=1024, vocab_size=2048)
-    model = filled(rules)
-    stds = {name: parameter.std().item() for name, parameter in model.named_parameters()}
-    #: Of a normal distribution cut at 3 standard deviations.
-    cut = 0.98658
-    assert stds["tok_embeddings.weight"] == pytest.approx(1.0, rel=0.01)
-    assert stds["layers.3.attention.wq.weight"] == pytest.approx(cut * 0.02 / 2, rel=0.01)
-    w2 = cut * 0.02 / 2 / math.sqrt(2 * 4)
-    assert stds["layers.3.feed_forward.w2.weight"] == pytest.approx(w2, rel=0.01)
-    # 64 ** -0.5 in the base model, and a quarter of it.
-    assert stds["output.weight"] == pytest.approx(cut * 0.125 / 4, rel=0.01)
 
 
 # The lemma: the same run as one with multipliers in its forward pass
@@ -404,21 +334,6 @@ def test_groups_and_schedules_keep_the_factors() -> None:
                 assert one["eps"] == pytest.approx(1e-8 * factors.eps)
 
 
-def test_muon_has_rates_of_its_own_for_matrices_in_blocks() -> None:
-    rules = rules_of("llama3", 64, ffn_dim=1024, n_layers=2)
-    parameters = dict(rules.spec.build_on_meta(rules.args).named_parameters())
-    settings = Optimizer(name="Muon", lr=1.0)
-    blocks = rules.spec.block_names(rules.args)
-    optimizer = build_optimizer(parameters, settings, torch.device("cpu"), blocks, scales_of(rules))
-    rates = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            rates[id(parameter)] = group["lr_scale"]
-    assert rates[id(parameters["layers.0.attention.wq.weight"])] == 0.5
-    assert rates[id(parameters["output.weight"])] == 0.25
-    assert rates[id(parameters["norm.weight"])] == 1.0
-
-
 # Whole runs
 
 
@@ -451,23 +366,11 @@ def losses(pool: Pools, folder: Path, ranks: int, *flags: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_the_base_model_itself_trains_bit_by_bit_as_without(pool: Pools, tmp_path: Path) -> None:
-    saved = [*SIX[:-1], "--checkpoint.enable_checkpoint", "--checkpoint.interval=6"]
-    plain = pool(1).run(train_run, str(tmp_path / "plain"), *saved)[0]
-    base = pool(1).run(train_run, str(tmp_path / "base"), *saved, "--mup.base_dim=64")[0]
-    assert losses_of(plain["rows"]) == losses_of(base["rows"]) and len(plain["rows"]) >= 6
-    folders = [tmp_path / name / "checkpoint" / "step-6" for name in ("plain", "base")]
-    assert not unequal(*folders)
-
-
-@pytest.mark.slow
 def test_ranks_that_share_the_work_lose_what_one_rank_loses(pool: Pools, tmp_path: Path) -> None:
     alone = losses(pool, tmp_path, 1, *MUP)
     without = losses(pool, tmp_path, 1, *SIX)
     assert max(abs(a - b) for a, b in zip(alone, without, strict=True)) > 1e-2
     ways: dict[str, list[str]] = {
-        "shards": [],
-        "tensor": ["--training.tensor_parallel_degree=2"],
         "chunks": ["--training.tensor_parallel_degree=2", "--training.loss_chunks=3"],
         "pipeline": ["--experimental.pipeline_parallel_degree=2", "--training.batch_size=4"],
     }
@@ -476,35 +379,6 @@ def test_ranks_that_share_the_work_lose_what_one_rank_loses(pool: Pools, tmp_pat
         torch.testing.assert_close(
             torch.tensor(found), torch.tensor(alone), rtol=0, atol=2e-5, msg=lambda m, n=name: n + m
         )
-
-
-@pytest.mark.slow
-def test_a_resumed_run_repeats_the_run(pool: Pools, tmp_path: Path) -> None:
-    flags = [flag for flag in MUP if "checkpoint" not in flag]
-    flags += ["--checkpoint.enable_checkpoint", "--checkpoint.interval=3"]
-    whole = pool(1).run(train_run, str(tmp_path / "whole"), *flags)[0]["rows"]
-    half = [flag for flag in flags if "training.steps" not in flag]
-    pool(1).run(train_run, str(tmp_path / "half"), *half, "--training.steps=3")
-    rest = pool(1).run(train_run, str(tmp_path / "half"), *flags)[0]["rows"]
-    assert losses_of(rest) == losses_of(whole)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_an_export_has_the_logits_of_the_run(tied: bool) -> None:
-    """The weights are those of an ordinary model, so nothing is left out of a file."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    rules = rules_of("qwen3", 64, {"n_heads": 8, "head_dim": 16}, n_layers=2, tied=tied)
-    ours = filled(rules)
-    config = AutoConfig.for_model(**rules.spec.hf_config(rules.args))
-    theirs = AutoModelForCausalLM.from_config(config)
-    state = {name: one for name, one in ours.state_dict().items() if "rope" not in name}
-    found = rules.spec.to_hf(state, rules.args)
-    theirs.load_state_dict(found, strict=not tied)
-    theirs.tie_weights()
-    tokens = torch.arange(24).view(1, -1)
-    with torch.no_grad():
-        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
 # What is refused and told
@@ -522,6 +396,13 @@ DEBUG = "--job.config_file=train_configs/debug_model.toml"
         (["--mup.base_dim=64", '--mup.base.n_heads="4"'], "expected an integer"),
         (["--mup.base_dim=64", "--optimizer.name=Adam"], "excludes optimizer.weight_decay"),
         (["--mup.base_dim=64", "--optimizer.name=torch.optim.SGD"], "its rules are for AdamW"),
+        (
+            [
+                *("--mup.base_dim=64", "--lora.rank=4", "--checkpoint.enable_checkpoint"),
+                "--checkpoint.initial_load_path=train_configs",
+            ],
+            "adapters",
+        ),
         (["--mup.base_dim=64", "--model.name=gemma3"], "optimizer.no_decay_on_norms = true"),
         (
             [
@@ -544,20 +425,6 @@ def test_queries_of_one_size_hold_no_multiplier() -> None:
     check_config([DEBUG, *flags, "--model.overrides.unit_qk=false"])
 
 
-def test_adapters_are_refused() -> None:
-    flags = ["--checkpoint.enable_checkpoint", "--checkpoint.initial_load_path=train_configs"]
-    problem = refusal([DEBUG, "--mup.base_dim=64", "--lora.rank=4", *flags])
-    assert problem.key == "mup.base_dim" and "adapters" in str(problem)
-
-
-def test_gemma_trains_without_decay_of_its_gains() -> None:
-    check_config(
-        [DEBUG, "--mup.base_dim=64", "--model.name=gemma3", "--optimizer.no_decay_on_norms"]
-    )
-    group = '--optimizer.groups=[{pattern = "norm", weight_decay = 0.0}]'
-    check_config([DEBUG, "--mup.base_dim=64", "--model.name=gemma3", group])
-
-
 def test_keys_of_the_base_model_alone_are_told() -> None:
     run = check_config([DEBUG, "--mup.base.n_heads=4"])[1]
     assert any("mup.base" in note for note in run.notes)
@@ -566,9 +433,3 @@ def test_keys_of_the_base_model_alone_are_told() -> None:
 def test_the_start_report_names_the_base_model() -> None:
     assert "dim 64: rates of AdamW times 0.25" in summary(rules_of("llama3", 64, ffn_dim=1024))
     assert summary(rules_of("llama3", 256)) == "the base model itself, dim 256"
-
-
-def test_the_section_makes_the_rules() -> None:
-    args = args_of("llama3")
-    rules = MupFeature(Config(mup=Mup(64, {"n_layers": 2}))).rules(SPECS["llama3"], args)
-    assert rules.base.n_layers == 2 and rules.base.dim == 64

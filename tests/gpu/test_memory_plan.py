@@ -13,10 +13,14 @@ import torch
 
 from tests.support.words import listening
 from titanlite.assembly.build import build
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.dist.dist_env import DistEnv
 from titanlite.exit_codes import OUT_OF_MEMORY, code_of
+from titanlite.plan.memory import estimate, with_vocabulary
 from titanlite.plan.out_of_memory import memory_report
+from titanlite.plan.parts import GIB
 from titanlite.resolve.load import load_config
+from titanlite.runs.jsonl import read_metrics
 from titanlite.trainer import Trainer
 
 FLAGS = [
@@ -34,19 +38,21 @@ def test_the_measured_peak_of_a_step_is_within_the_limit_of_its_plan(
 ) -> None:
     more = [
         "--training.steps=3",
+        "--metrics.log_freq=1",
         f"--activation_checkpoint.mode={ac}",
         f"--job.dump_folder={tmp_path}",
     ]
     gc.collect()  # a trainer refers to itself
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()  # of other tests
+    run = load_config("debug_model.toml", 1, [*FLAGS, *more])
     with listening() as said:
-        Trainer(build(load_config("debug_model.toml", 1, [*FLAGS, *more]), world)).train()
+        Trainer(build(run, world)).train()
     assert before < 2**26
-    line = "".join(line for line in said if "GiB at the peak" in line)
-    figures = r"measured ([\d.]+) GiB at the peak of rank 0, planned ([\d.]+) GiB \(.*%\)"
-    found = re.fullmatch(f"memory of step 2: {figures}", line)
-    assert found and abs(float(found[1]) / float(found[2]) - 1) < 0.15, line
+    measured = read_metrics(tmp_path / "metrics.jsonl")[-1]["memory_gib"]
+    vocabulary = load_tokenizer(run.model.tokenizer_path).vocab_size
+    peak = estimate(with_vocabulary(run, vocabulary), 0).peak.total
+    assert measured == pytest.approx(peak / GIB, rel=0.15)
     assert any(
         re.match(
             r"memory +planned [\d.]+ GiB of tensors, [\d.]+ with overhead, of [\d.]+ per GPU, in ",

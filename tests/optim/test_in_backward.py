@@ -69,13 +69,12 @@ def _train(world: DistEnv, run: Run, early: bool) -> dict[str, Any]:
         {"settings": GROUPS, "args": replace(TINY, n_layers=6)},
         {"args": replace(TINY, tied=True), "settings": Optimizer(implementation="fused")},
         pytest.param({"tensor": 2}, marks=pytest.mark.slow),
-        pytest.param({"replicas": 2}, marks=pytest.mark.slow),
         {
             "settings": Optimizer(name="AnyPrecisionAdamW", kahan=True),
             "training": Training(dtype="bfloat16"),
         },
     ],
-    ids=["groups", "tied", "tp", "replicas", "kahan"],
+    ids=["groups", "tied", "tp", "kahan"],
 )
 def test_the_bits_are_those_of_the_usual_step_and_gradients_of_one_group_live(
     pool: Pools, changes: dict[str, Any]

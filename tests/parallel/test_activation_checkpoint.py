@@ -34,9 +34,7 @@ SMALL = {"fsdp_units": ["Attention", "FeedForward"]}  # groups within a block
             pytest.param(settings, *rest, marks=pytest.mark.slow)
             for settings, *rest in [
                 (EVERY_2, 1, 2, full_precision()),
-                (FULL, 2, 1, Training()),
                 # Hooks of groups smaller than a block lie inside of the recomputation.
-                (FULL, 2, 1, full_precision(**SMALL, reshard_after_forward="always")),
                 (OP, 2, 1, full_precision(**SMALL, reshard_after_forward="always")),
             ]
         ),
@@ -153,24 +151,12 @@ def test_every_nth_block_is_the_nth_the_2nth_and_so_on_also_in_a_part_of_the_mod
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("reshard", "groups", "settings"),
-    [
-        ("always", {}, [FULL, OP]),
-        pytest.param("never", {}, [EVERY_2], marks=pytest.mark.slow),
-        pytest.param("always", SMALL, [FULL, OP], marks=pytest.mark.soak),
-    ],
-)
-def test_weights_are_gathered_no_more_often(
-    pool: Pools, reshard: Any, groups: dict[str, Any], settings: list[ActivationCheckpoint]
-) -> None:
+def test_weights_are_gathered_no_more_often(pool: Pools) -> None:
     """A block is gathered once for the backward, in which its recomputation lies."""
-    run = replace(RUN, training=full_precision(reshard_after_forward=reshard, **groups))
+    run = replace(RUN, training=full_precision(reshard_after_forward="always"))
     plain = pool(2).run(count_collectives, run)[0]
-    gathers = plain[GATHER, torch.float32]
-    blocks = (2 if reshard == "always" else 1) * (FOUR.n_layers + 2)
-    assert gathers > blocks if groups else gathers == blocks
-    for activations in settings:
+    assert plain[GATHER, torch.float32] == 2 * (FOUR.n_layers + 2)
+    for activations in (FULL, OP):
         assert pool(2).run(count_collectives, replace(run, activations=activations))[0] == plain
 
 

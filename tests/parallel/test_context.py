@@ -50,7 +50,7 @@ def _loss(logits: Tensor, labels: Tensor) -> Tensor:
     )
 
 
-def _model(world: DistEnv, documents: bool = False) -> dict[str, Any]:
+def _model(world: DistEnv) -> dict[str, Any]:
     """One forward and backward of a model without FSDP, against the plain model on the
     whole batch.
     """
@@ -64,8 +64,7 @@ def _model(world: DistEnv, documents: bool = False) -> dict[str, Any]:
     labels = torch.randint(0, 192, (3, 32))
     labels[0, 5:] = -100
     labels[1, :20] = -100
-    doc_ids = (torch.rand(3, 32) < 0.1).cumsum(1) if documents else None
-    _loss(plain(tokens, doc_ids=doc_ids), labels).backward()
+    _loss(plain(tokens), labels).backward()
     batch = split_batch(Batch(tokens, labels), mesh)
     lengths: dict[str, set[int]] = {}
     calls: Counter[str] = Counter()
@@ -88,7 +87,7 @@ def _model(world: DistEnv, documents: bool = False) -> dict[str, Any]:
         if not isinstance(module, (Rope, ContextAttention)):
             module.register_forward_hook(note_length(name))
     with Watch(note):
-        logits = shared(batch.tokens, doc_ids=doc_ids)
+        logits = shared(batch.tokens)
         _loss(logits, batch.labels).backward()
     errors = {}
     for (name, expected), ours in zip(plain.named_parameters(), shared.parameters(), strict=True):
@@ -108,11 +107,6 @@ def test_gradients_equal_the_plain_models_and_work_and_activations_are_shared(po
         assert found["area"] == 2 * 5 * 64
         assert len(found["lengths"]) > 20
         assert set.union(*found["lengths"].values()) == {16}
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_documents_are_masked_across_ranks(pool: Pools, ranks: int) -> None:
-    pool(ranks).run(_model, documents=True)
 
 
 def _refusals(world: DistEnv) -> None:

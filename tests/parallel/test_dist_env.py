@@ -124,7 +124,6 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], N
             {"WORLD_SIZE": "2"},
             "3 environment variables are wrong:\n  RANK is not set, but WORLD_SIZE is: start with",
         ),
-        ({"RANK": "1"}, "environment variable WORLD_SIZE is not set, but RANK is"),
         (
             _TWO | {"WORLD_SIZE": "two"},
             "WORLD_SIZE is 'two', expected a whole number of at least 1",
@@ -227,9 +226,7 @@ print(json.dumps([done, plain, faults()]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings", [{}, {"MALLOC_ARENA_MAX": "4"}, {"GLIBC_TUNABLES": TUNABLES}], ids=str
-)
+@pytest.mark.parametrize("settings", [{}, {"GLIBC_TUNABLES": TUNABLES}], ids=str)
 def test_freed_memory_is_kept_for_the_next_step_unless_the_user_chose_settings(
     settings: dict[str, str],
 ) -> None:
@@ -238,24 +235,7 @@ def test_freed_memory_is_kept_for_the_next_step_unless_the_user_chose_settings(
     # 80 MiB at a time are 20,480 pages, fewer where they are huge. Those settings hold from the
     # start.
     assert (plain > 300) is ("GLIBC_TUNABLES" not in settings)
-    if "MALLOC_ARENA_MAX" not in settings:
-        assert kept < 300
-
-
-@pytest.mark.slow
-def test_an_environment_that_is_left_open_ends_quietly() -> None:
-    program = """
-from titanlite.dist.dist_env import DistEnv
-import atexit, torch.distributed as dist
-atexit.register(lambda: print("group at the end:", dist.is_initialized()))
-print(DistEnv.open("cpu").__enter__().size, dist.is_initialized())
-"""
-    done = python("-c", program)
-    assert (done.returncode, done.stdout, done.stderr) == (
-        0,
-        "1 True\ngroup at the end: False\n",
-        "",
-    )
+    assert kept < 300
 
 
 _OWN_LOOP = """

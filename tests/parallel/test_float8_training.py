@@ -14,11 +14,8 @@ import torch
 from tests.support.checkpoints import RUN as SAVED
 from tests.support.float8_runs import (
     EMULATED,
-    GATHERED,
     PRECOMPUTED,
     RATES,
-    REAL,
-    RECIPES,
     RUN,
     WIDE,
     distance,
@@ -26,8 +23,8 @@ from tests.support.float8_runs import (
     resumed,
     spread,
 )
-from tests.support.harness import EVERY_2, FULL, OP, TINY, changed, train
-from tests.support.mx_runs import FLOOR, MX
+from tests.support.harness import FULL, OP, TINY, changed, train
+from tests.support.mx_runs import MX
 from tests.support.pool import Pools
 from titanlite.config.sections import ActivationCheckpoint, Float8
 from titanlite.models.deepseek_v3 import DeepSeekV3Args
@@ -66,7 +63,7 @@ def seeds(pool: Pools) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("float8", "most"), [*((recipe(name), 2) for name in RECIPES), (MX, 0.5), (FLOOR, 0.5)]
+    ("float8", "most"), [(EMULATED, 2), (recipe("rowwise_with_gw_hp"), 2), (MX, 0.5)]
 )
 def test_losses_stay_within_the_spread_of_seeds(
     pool: Pools, seeds: list[list[float]], float8: Float8, most: float
@@ -80,26 +77,17 @@ def test_losses_stay_within_the_spread_of_seeds(
 @pytest.mark.parametrize(
     ("float8", "changes", "ranks"),
     [
-        pytest.param(GATHERED, {}, 2, id="fsdp 2"),
         pytest.param(PRECOMPUTED, {"context": 2}, 2, id="cp 2"),
-        pytest.param(EMULATED, {"tensor": 2}, 2, id="tp 2"),
         pytest.param(
             changed(EMULATED, filter_fqns=["wk", "w2"]), {"tensor": 2}, 2, id="tp 2, some kept"
         ),
         pytest.param(PRECOMPUTED, {"tensor": 2}, 4, id="tp 2, fsdp 2, gathered"),
-        pytest.param(EMULATED, LATENT, 2, id="tp 2, latent attention"),
         pytest.param(EMULATED, {**LATENT, "expert": 2}, 2, id="tp 2, latent attention, ep 2"),
         pytest.param(PRECOMPUTED, PP, 2, id="pp 2"),
         # Rows of activations are scaled one by one, so nothing depends on how they are divided.
         pytest.param(recipe("rowwise"), {}, 2, id="rowwise"),
-        pytest.param(
-            PRECOMPUTED, {"tensor": 2, "context": 2}, 4, id="tp 2, cp 2, gathered", marks=soak
-        ),
-        pytest.param(MX, {}, 2, id="mx, fsdp 2"),
         pytest.param(MX, {"context": 2}, 2, id="mx, cp 2"),
-        pytest.param(MX, {"tensor": 2}, 2, id="mx, tp 2, some kept"),
         pytest.param(MX, {"tensor": 2, "args": WIDE}, 4, id="mx, tp 2, fsdp 2"),
-        pytest.param(MX, PP, 2, id="mx, pp 2"),
     ],
 )
 def test_the_losses_are_those_of_one_rank(
@@ -114,10 +102,9 @@ def test_the_losses_are_those_of_one_rank(
         assert ours != pool(ranks).run(train, replace(run, float8=Float8()))[0].losses
 
 
-@pytest.mark.parametrize("float8", [GATHERED, PRECOMPUTED])
-def test_groups_of_float8_weights_alone_train_as_whole_blocks(pool: Pools, float8: Float8) -> None:
+def test_groups_of_float8_weights_alone_train_as_whole_blocks(pool: Pools) -> None:
     """Bit for bit: gloo knows no float8, so the weights travel as bytes."""
-    run = replace(RUN, rates=RATES[:3], float8=float8)
+    run = replace(RUN, rates=RATES[:3], float8=PRECOMPUTED)
     alone = changed(run.training, fsdp_units=["Attention", "FeedForward"])
     blocks = pool(2).run(train, run)[0]
     ours = pool(2).run(train, replace(run, training=alone))[0]
@@ -125,34 +112,20 @@ def test_groups_of_float8_weights_alone_train_as_whole_blocks(pool: Pools, float
     assert ours.norms == blocks.norms
 
 
-@pytest.mark.parametrize(
-    ("float8", "settings", "ranks", "steps"),
-    [
-        (EMULATED, EVERY_2, 2, 4),
-        (PRECOMPUTED, FULL, 2, 4),
-        (PRECOMPUTED, OP, 2, 4),
-        (MX, FULL, 2, 4),
-        (MX, OP, 2, 4),
-        *(
-            pytest.param(recipe(name, REAL), s, 1, 2, marks=soak)
-            for name in RECIPES
-            for s in (FULL, OP)
-        ),
-    ],
-)
+@pytest.mark.parametrize(("float8", "settings"), [(PRECOMPUTED, FULL), (PRECOMPUTED, OP), (MX, OP)])
 def test_recomputation_gives_the_same_numbers(
-    pool: Pools, float8: Float8, settings: ActivationCheckpoint, ranks: int, steps: int
+    pool: Pools, float8: Float8, settings: ActivationCheckpoint
 ) -> None:
     """Bit for bit."""
-    run = replace(RUN, rates=RATES[:steps], float8=float8)
-    plain = pool(ranks).run(train, run)[0]
-    ours = pool(ranks).run(train, replace(run, activations=settings))[0]
+    run = replace(RUN, rates=RATES[:4], float8=float8)
+    plain = pool(2).run(train, run)[0]
+    ours = pool(2).run(train, replace(run, activations=settings))[0]
     assert ours.losses == plain.losses
     assert ours.norms == plain.norms
     assert all(torch.equal(ours.weights[name], weight) for name, weight in plain.weights.items())
 
 
-@pytest.mark.parametrize("float8", [EMULATED, PRECOMPUTED, MX], ids=["", "all-gather", "mx"])
+@pytest.mark.parametrize("float8", [PRECOMPUTED, MX], ids=["all-gather", "mx"])
 def test_resumed_steps_are_those_without_a_break_bit_for_bit(
     pool: Pools, tmp_path: Path, float8: Float8
 ) -> None:

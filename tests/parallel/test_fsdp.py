@@ -234,10 +234,7 @@ def _refused_steps(world: DistEnv) -> dict[str, str]:
     groups = groups_by_class(Odd(), ["Sequential", "Embedding"])
     ways: dict[str, Callable[[nn.Module], Any]] = {
         "summed": lambda model: apply_fsdp(model, groups, mesh),
-        "replicas": lambda model: apply_fsdp(model, groups, world.build_mesh(dp_replicate=2)),
-        "plain": lambda model: None,
         "ddp": DistributedDataParallel,
-        "a layer": lambda model: fully_shard(model.layers[0], mesh=mesh["dp_shard"]) and None,
         "torch's own": lambda model: fully_shard(model, mesh=mesh["dp_shard"]),
         "averaged": lambda model: apply_fsdp(model, groups, mesh, average=True),
         "no factors": lambda model: apply_fsdp(model, groups, tensor),
@@ -258,11 +255,7 @@ def test_a_step_refuses_a_model_that_ranks_would_train_apart(pool: Pools) -> Non
     call = "call apply_fsdp(model, groups, mesh) before the optimizer is made, in place of"
     for found in pool(2).run(_refused_steps):
         assert found == {
-            "plain": f"gradients of embedding.weight are not summed over ranks: {call} "
-            "DistributedDataParallel",
             "ddp": f"gradients of module.embedding.weight are not summed over ranks: {call} "
-            "DistributedDataParallel",
-            "a layer": f"gradients of embedding.weight are not summed over ranks: {call} "
             "DistributedDataParallel",
             "torch's own": found["averaged"],
             "averaged": f"gradients are averaged over ranks, and a step needs their sum: {call} "

@@ -23,14 +23,12 @@ RUN = Run(torch.zeros(0), torch.zeros(0), [], args=replace(TINY, vocab_size=3 * 
 @pytest.mark.parametrize(
     ("ranks", "changes"),
     [
-        (2, {}),
         (4, {}),
         # 386 rows over two ranks and then over two more leave shards of 97 and 96.
         (2, {"tensor": 2, "args": replace(TINY, vocab_size=386, tied=True)}),
-        (4, {"tensor": 2, "args": replace(TINY, vocab_size=386)}),
         (4, {"tensor": 2, "replicas": 2, "args": replace(TINY, vocab_size=386, tied=True)}),
     ],
-    ids=["fsdp 2", "fsdp 4", "tp 2, tied", "tp 2, fsdp 2", "tp 2, ddp 2, tied"],
+    ids=["fsdp 4", "tp 2, tied", "tp 2, ddp 2, tied"],
 )
 def test_weights_are_those_of_one_rank_bit_for_bit(
     pool: Pools, ranks: int, changes: dict[str, Any]
@@ -82,9 +80,7 @@ def test_a_forgotten_parameter_or_buffer_is_named() -> None:
         materialize(model, torch.device("cpu"), lambda module: nn.init.ones_(module.weight))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.complex64], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.complex64], ids=str)
 def test_a_forgotten_buffer_of_any_type_is_named(dtype: torch.dtype) -> None:
     """Memory of before would be positions, masks or rotations."""
 

@@ -83,29 +83,13 @@ def test_a_plan_that_leaves_such_a_weight_whole_is_refused() -> None:
             "excludes float8.precompute_float8[^$]*each block of 32 numbers gets its scale",
         ),
         (["--float8.filter_fqns=auto_filter_small_kn"], "torchao has no sizes"),
-        (["--float8.filter_fqns=nosuch"], "nosuch.* is part of no linear's name"),
         (["--training.seq_len=24", "--training.batch_size=1"], "needs a multiple of 32 tokens"),
         (["--float8.filter_fqns=attention,feed_forward"], "leaves no product in mxfp8: "),
-        (
-            [
-                "--experimental.pipeline_parallel_degree=2",
-                "--experimental.pipeline_parallel_schedule=InterleavedZeroBubble",
-            ],
-            "a float8 linear has one backward, which would run twice",
-        ),
     ],
 )
 def test_keys_that_make_no_sense_with_it_are_refused(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run(*EMULATED, *flags, ranks=2)
-
-
-def test_tensor_parallelism_takes_it() -> None:
-    """float8 with a scale per row is refused there."""
-    tensor = "--training.tensor_parallel_degree=2"
-    assert run(*EMULATED, tensor, ranks=2).mesh.tensor == 2
-    with pytest.raises(ConfigError, match="torchao divides products"):
-        run("--float8.enable_float8_linear", "--float8.recipe_name=rowwise", tensor, ranks=2)
 
 
 def test_products_of_a_gpu_are_bfloat16() -> None:

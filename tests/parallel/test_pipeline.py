@@ -16,7 +16,6 @@ from tests.support.harness import (
     Run,
     build_tiny,
     full,
-    full_precision,
     initial_weights,
     micro_batches,
     run_stages,
@@ -94,29 +93,14 @@ def _communication(world: DistEnv, run: Run) -> Counter[str]:
     return seen
 
 
-@pytest.mark.parametrize(
-    ("schedule", "groups", "hops"),
-    [
-        pytest.param("1F1B", [3, 3, 3, 3], 1, marks=pytest.mark.slow),
-        pytest.param("ZBVZeroBubble", [4, 4, 2, 2], 2, marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.slow
 def test_weights_are_gathered_and_gradients_reduced_once_for_all_micro_batches(
-    pool: Pools, schedule: str, groups: list[int], hops: int
+    pool: Pools,
 ) -> None:
-    """Groups: four blocks, the embedding, norm with head.
-
-    Four micro-batches; in a V ranks meet twice on the way.
-    """
-    run = replace(RUN, schedule=schedule)
-    seen = pool(4).run(_communication, run)
-    assert [(rank[GATHER], rank[REDUCE]) for rank in seen] == [(n, n) for n in groups]
-    assert [(rank["send"], rank["recv"]) for rank in seen] == [(4 * hops, 4 * hops)] * 4
-    if schedule == "1F1B":
-        again = pool(4).run(
-            _communication, replace(run, training=full_precision(reshard_after_forward="always"))
-        )
-        assert min(rank[GATHER] for rank in again) > 4 * 3
+    """Groups: two blocks and the embedding, or norm with head. Four micro-batches."""
+    seen = pool(4).run(_communication, RUN)
+    assert [(rank[GATHER], rank[REDUCE]) for rank in seen] == [(3, 3)] * 4
+    assert [(rank["send"], rank["recv"]) for rank in seen] == [(4, 4)] * 4
 
 
 def _train_without_views(world: DistEnv, run: Run) -> Curve:
@@ -129,20 +113,8 @@ def _train_without_views(world: DistEnv, run: Run) -> Curve:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("schedule", "points", "chunks"),
-    [
-        ("1F1B", ("output",), 3),
-        pytest.param("Interleaved1F1B", ("layers.2", "norm", "output"), 1, marks=pytest.mark.slow),
-    ],
-    ids=["norm before the cut, loss in chunks", "norm by itself"],
-)
-def test_a_stage_may_end_with_the_norm_where_ranks_share_products(
-    pool: Pools, schedule: str, points: tuple[str, ...], chunks: int
-) -> None:
-    run = replace(
-        RUN, rates=WARM[:2], schedule=schedule, split_points=points, tensor=2, loss_chunks=chunks
-    )
+def test_a_stage_may_end_with_the_norm_where_ranks_share_products(pool: Pools) -> None:
+    run = replace(RUN, rates=WARM[:2], split_points=("output",), tensor=2, loss_chunks=3)
     plain = pool(1).run(train, replace(run.alone(), loss_chunks=1))[0]
     ours = pool(4).run(_train_without_views, run)[0]
     assert ours.losses == pytest.approx(plain.losses, abs=5e-6)

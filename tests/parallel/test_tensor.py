@@ -89,14 +89,6 @@ def _profile(world: DistEnv, run: Run) -> Counter[str]:
         pytest.param({}, 0, 2, 0, id="plain"),
         pytest.param({"loss_parallel": False}, 1, 0, 0, id="gathered logits"),
         pytest.param({"compile": EAGER}, 0, 2, BLOCK_GRAPHS, id="compiled", marks=pytest.mark.slow),
-        pytest.param(
-            {"compile": Compile(backend="aot_eager")},
-            0,
-            3,
-            BLOCK_GRAPHS + 1,
-            id="loss too",
-            marks=pytest.mark.soak,
-        ),
     ],
 )
 def test_activations_are_gathered_and_scattered_and_not_reduced_as_a_whole(
@@ -142,12 +134,8 @@ def _figures(world: DistEnv, run: Run) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "loss_parallel"),
-    [
-        (2, True),
-        pytest.param(4, False, marks=pytest.mark.slow),
-        pytest.param(4, True, marks=pytest.mark.slow),
-    ],
-    ids=["tp 2", "tp 2, fsdp 2, whole logits", "tp 2, fsdp 2"],
+    [(2, True), (4, False)],
+    ids=["tp 2", "tp 2, fsdp 2, whole logits"],
 )
 def test_validation_and_norms_by_layer_are_those_of_one_rank(
     pool: Pools, ranks: int, loss_parallel: bool

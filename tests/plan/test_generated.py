@@ -24,7 +24,7 @@ from titanlite.resolve.load import check_config
 FOLDER = Path(__file__).parents[2] / "train_configs"
 #: Page → examples in it.
 PAGES = {
-    FOLDER.parent / "docs" / "plan.md": 2,
+    FOLDER.parent / "docs" / "plan.md": 1,
     FOLDER.parent / "README.md": 1,
 }
 #: File → the hardware that it names. hf_debug.toml has no formulas.

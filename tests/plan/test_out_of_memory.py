@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
-from tests.support.words import listening
 from titanlite.assembly.failure import first_here
-from titanlite.callbacks import CallbackError, Callbacks
+from titanlite.callbacks import CallbackError
 from titanlite.config.keys import keys
 from titanlite.data import DataError
 from titanlite.exit_codes import CONFIG, LOST_PEER, OUT_OF_MEMORY, VARIABLE, code_of, report_code
@@ -25,11 +21,9 @@ from titanlite.plan import start_rows as rows_module
 from titanlite.plan.memory import estimate
 from titanlite.plan.out_of_memory import memory_report
 from titanlite.plan.parts import GIB, needed_bytes
-from titanlite.plan.peak_check import PeakCheck
 from titanlite.plan.start_rows import start_rows
 from titanlite.resolve.load import check_config
 from titanlite.run.config import RunConfig
-from titanlite.utils import logger
 
 #: As torch words it, with 6.3 GiB that the allocator holds and cannot use.
 ON_GPU = torch.OutOfMemoryError(
@@ -147,46 +141,6 @@ def test_the_report_needs_neither_a_gpu_nor_a_plan() -> None:
     without = memory_report(planned("hf_debug.toml", 1), ON_GPU, "start", 0, "cuda")
     assert "Tried to allocate 2.00 GiB" in without
     assert "There is no plan" in without
-
-
-def checked_peak(share: float, *flags: str, phases: Sequence[str] = (), rank: int = 0) -> str:
-    """The log of a rank that measures so much of its plan. phases: between step 1 and 2."""
-    config = "llama3_1_8b.toml" if "--small" not in flags else "debug_model.toml"
-    given = [flag for flag in flags if flag != "--small"]
-    run = planned(config, 2, "--model.vocab_size=2048", "--job.dump_folder=out", *given)
-    check = PeakCheck(run, lambda: round(share * estimate(run, rank).peak.total))
-    calls = Callbacks([check])
-    with listening() as said:
-        for step in range(1, 5):
-            parts = SimpleNamespace(world=SimpleNamespace(rank=rank))
-            trainer: Any = SimpleNamespace(step=step, parts=parts)
-            for phase in ["forward", *(phases if step == 2 else [])]:
-                calls("on_phase", trainer, phase)
-            calls("on_step_end", trainer, None)
-            if step != 2:  # a log follows, which begins a new peak
-                calls("on_log", trainer, {})
-    (text,) = said
-    return text
-
-
-def test_the_measured_peak_is_compared_once_and_reported_where_far_apart(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logger, "propagate", True)
-    near = checked_peak(0.9, phases=["optimizer"], rank=1)
-    shown = r"memory of step 2: measured .* GiB at the peak of rank 1, planned .* GiB \(-10.0%\)$"
-    assert re.search(shown, near)
-    far = checked_peak(1.2, rank=1)
-    assert caplog.records[-1].levelname == "INFO", "the console shows warnings of all ranks"
-    assert "(+20.0%): more than 15% apart" in far
-    assert far.endswith("Please report it with config.toml and logs/rank_1.log of out")
-    checked_peak(1.2)
-    assert caplog.records[-1].levelname == "WARNING"
-    assert checked_peak(1.2, "--small").endswith("(+20.0%)"), "work spaces of CUDA's libraries"
-    compiled = checked_peak(0.7, "--training.compile")
-    assert "planned at most" in compiled and compiled.endswith("(-30.0%)"), "compilers save memory"
-    later = checked_peak(1.0, phases=["validate"])
-    assert "memory of step 4" in later, "the peak since the log of step 1 has a validation's"
 
 
 def test_one_rank_of_a_machine_prints_the_report_where_no_launcher_decides() -> None:

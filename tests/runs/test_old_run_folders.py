@@ -1,4 +1,4 @@
-"""Run folders of an earlier titanlite are listed, compared, and resumed to the losses of an
+"""Run folders of an earlier titanlite are listed, and resumed to the losses of an
 undisturbed run.
 """
 

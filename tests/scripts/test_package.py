@@ -19,7 +19,7 @@ assert len(set(sys.modules) - before) < 30
 from titanlite import Callback
 import titanlite.models, titanlite.runs.record, titanlite.runs.logs, titanlite.runs.lock
 import titanlite.cli.main
-import titanlite.cli.runs, titanlite.cli.comparison
+import titanlite.cli.runs
 from titanlite.resolve.load import check_config
 titanlite.models.resolve_args("llama3", "8B")
 check_config(["--job.config_file=debug_model.toml"], 2, training=False)

@@ -118,7 +118,6 @@ def train_seen(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
         "batches": seen.batches,
         "without": seen.without,
         "end": weights_of(model),
-        "biases": {name: one.clone() for name, one in model.named_buffers() if "bias" in name},
         "adapters": adapter_names(model),
         "held": sum(len(group["params"]) for group in trainer.parts.optimizer.param_groups),
     }

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import random
-import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -137,22 +135,3 @@ def with_and_without(world: DistEnv, folder: str, tasks: list[str], *flags: str)
     assert torch.equal(torch.get_rng_state(), states[2])
     assert trainer.parts.model.training
     return found
-
-
-def main() -> NoReturn:
-    """Train as `train.py`; rank 1 is killed in the second evaluation."""
-    from titanlite import main as entry
-    from titanlite.features.tasks.ranks import RankScorer
-
-    score = RankScorer._score
-    calls = []
-
-    def kill(self: RankScorer, batches: Any) -> Any:
-        calls.append(0)
-        # Three tasks have one message each.
-        if len(calls) == 4 and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return score(self, batches)
-
-    RankScorer._score = kill  # type: ignore[method-assign]
-    entry.main()

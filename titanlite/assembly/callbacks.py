@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from titanlite.assembly.start_report import StartReport
 from titanlite.callbacks import Callback
 from titanlite.data.text_report import checks_of
@@ -39,13 +37,6 @@ def build_callbacks(
     figures = _figures(parts)
     metrics = _metrics(parts, gc, figures)
     every = [*_first(parts, watchdog), gc, *_of_attempt(parts, watchdog)]
-    if parts.world.device.type == "cuda":
-        # Before the metrics, which begin a new peak.
-        from titanlite.plan.memory import with_vocabulary
-        from titanlite.plan.peak_check import PeakCheck
-
-        planned = with_vocabulary(run, parts.datasets.tokenizer.vocab_size)
-        every.append(PeakCheck(planned, torch.cuda.max_memory_allocated))
     every += [*figures, metrics, *_optional(parts, metrics)]
     every += own
     for feature in run.features.on:

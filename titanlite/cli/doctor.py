@@ -26,7 +26,6 @@ from titanlite import exit_codes
 from titanlite.assembly.tested_machines import accelerator_warning
 from titanlite.cli.parser import FLAGS, Commands, add_files, files_of, new_command
 from titanlite.dist.interfaces import INTERFACES, interface_problem
-from titanlite.plan.plan import checkpoint_disk
 from titanlite.resolve.load import check_config
 from titanlite.runs.provenance import versions
 from titanlite.runs.tables import Style
@@ -278,10 +277,6 @@ def _config(run: RunConfig) -> _Found:
     gpus = count_gpus()
     if ranks and not run.launch.cpu and ranks > gpus:
         yield WARNING, f"launch.gpus_per_node = {ranks}, and this machine has {gpus} GPUs"
-    saves_here = run.checkpoint.enable_checkpoint and "://" not in run.checkpoint.folder
-    # Without a size of the vocabulary the model has no size.
-    if saves_here and run.model_args().vocab_size is not None:
-        yield from _checkpoint_space(run)
     # It imports torch.
     for one in machine_problems(run):
         yield ERROR, f"{one.key}: {one.message}", one.remedy
@@ -289,14 +284,3 @@ def _config(run: RunConfig) -> _Found:
         load_tokenizer(run.model.tokenizer_path, run.model.name)
     except DataError as error:
         yield ERROR, str(error)
-
-
-def _checkpoint_space(run: RunConfig) -> _Found:
-    size = checkpoint_disk(run, 1.0).checkpoint
-    folder = _existing(os.path.join(run.job.dump_folder, run.checkpoint.folder))
-    free = shutil.disk_usage(folder).free
-    message = f"a checkpoint takes about {human_bytes(size)}; {human_bytes(free)} are free"
-    if free > 3 * size:
-        yield OK, message
-    else:
-        yield WARNING, message, "free space, or set checkpoint.keep_latest_k"

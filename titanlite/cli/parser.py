@@ -83,7 +83,7 @@ def add_to_group(
 GONE = {
     "completion": "editors complete keys by `titanlite config schema` (docs/config.md)",
     "run": "`titanlite train CONFIG` trains on all GPUs of this machine",
-    "compare": "`titanlite runs --compare RUN RUN` puts runs side by side",
+    "compare": "docs/runs.md has a script that puts runs side by side",
     "drill": "its faults are played by the tests (tests/failures) and benchmarks/crash_soak.py",
     "evaluate": "`titanlite eval CHECKPOINT [CONFIG]` measures held-out text",
     "help": "`titanlite COMMAND --help` shows the help of a command",
@@ -95,7 +95,7 @@ GONE = {
     "data stats": "`titanlite data peek CONFIG` begins with the figures of the text",
     "benchmark": (
         "`titanlite sweep` trains points that differ in training.compile or float8, and `titanlite "
-        "runs --compare` shows their speed and losses (docs/sweep.md)"
+        "runs` shows their speed and losses (docs/sweep.md)"
     ),
     "checkpoint convert": "`titanlite export` writes Hugging Face and PEFT folders",
     "checkpoint inspect": "`jq . step-N/manifest.json` prints step, tensors, files and config",
@@ -127,10 +127,12 @@ GONE = {
     "plan --restart-time": "docs/plan.md has the formula of the best save interval",
     "plan --save-time": "docs/plan.md has the formula of the best save interval",
     "plan --tokens": "give the key --training.tokens N",
+    "plan --write": "copy the file that --search prints",
     "push --base": "`titanlite export --base`, then push the folder",
     "push --merged": "`titanlite export` merges adapters; then push the folder",
     "push --step": "name the checkpoint, as RUN/checkpoint/step-N",
-    "runs --out": "`runs --compare` prints tables; TensorBoard overlays the curves of runs",
+    "runs --compare": "docs/runs.md has a script that puts runs side by side",
+    "runs --out": "TensorBoard overlays the curves of runs",
     "sample --batch-size": "the texts of a command are sampled together",
     "sample --chat-template": "set data.chat_template, or put chat_template.jinja by the tokenizer",
     "sample --greedy": "--temperature 0 takes the likeliest token",

@@ -33,14 +33,11 @@ def add_command(commands: Commands) -> None:
     runs.add("folders", "where to look (default: ./outputs)", "FOLDER", nargs="*", type=Path)
     runs.add("--json", "print a JSON list, one object per run")
     runs.add("--attempts", "show each run's attempts: how each began and ended")
-    runs.add("--compare", "put the runs side by side: figures, and what differs")
 
 
 def _run(arguments: argparse.Namespace) -> str:
-    if arguments.json and (arguments.compare or arguments.attempts):
+    if arguments.json and arguments.attempts:
         raise bad_flag("--json", "is for the list of runs", f"{ATTEMPTS} in a run's folder is JSON")
-    if arguments.compare:
-        return _compare(arguments)
     folders = arguments.folders or [Path("outputs")]
     found = list_runs(folders)
     if arguments.attempts:
@@ -51,17 +48,6 @@ def _run(arguments: argparse.Namespace) -> str:
     if not found:
         return escape_name(f"no runs below {', '.join(map(str, folders))}")
     return runs_text(found)
-
-
-def _compare(arguments: argparse.Namespace) -> str:
-    from titanlite.cli.comparison import compare, read_runs, tables
-
-    if not arguments.folders:
-        raise bad_flag("--compare", "needs the folders of runs, or their files of metrics")
-    comparison = compare(read_runs(arguments.folders))
-    problems = dict.fromkeys(problem for run in comparison.runs for problem in run.problems)
-    notes = [f"note: {escape_name(note)}" for note in (*problems, *comparison.notes)]
-    return "\n\n".join([*map(render, tables(comparison)), *filter(None, ["\n".join(notes)])])
 
 
 def list_runs(folders: Iterable[Path]) -> list[Run]:

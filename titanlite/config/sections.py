@@ -263,8 +263,7 @@ class Compile(Section, frozen=True):
     backend: Name = "inductor"
     """Backend of torch.compile, by torch's name for it."""
     cache_dir: Location | None = None
-    """Folder of inductor's cache. None: $TORCHINDUCTOR_CACHE_DIR, else ~/.cache/titanlite/inductor.
-    """
+    """Folder of inductor's cache. None: $TORCHINDUCTOR_CACHE_DIR, else torch's in /tmp."""
 
 
 AUTO_FILTER = "auto_filter_small_kn"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -17,30 +14,23 @@ from titanlite.optim.groups import parameter_groups
 def build_custom(
     parameters: dict[str, nn.Parameter], settings: Optimizer, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of a class or a function; see `build_optimizer` for what it raises."""
-    maker, is_class = load_optimizer(settings.name, settings.args)
-    if is_class:
-        optimizer = _of_class(maker, parameter_groups(parameters, settings), settings)
-    else:
-        optimizer = maker(parameters, settings, device)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer.name = {settings.name!r} returned {optimizer!r:.80}, and no torch optimizer"
-        )
-    return optimizer
+    """Build the optimizer of a function, or of a class that knows nothing of titanlite: its arrays
+    become tuples.
 
-
-def _of_class(
-    maker: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]], settings: Optimizer
-) -> torch.optim.Optimizer:
-    """Return an optimizer of a class that knows nothing of titanlite; its arrays become tuples.
-
-    Raises ConfigError where it refuses its arguments, or lacks a group's option.
+    See `build_optimizer` for what it raises.
     """
+    maker, is_class = load_optimizer(settings.name, settings.args)
+    if not is_class:
+        optimizer = maker(parameters, settings, device)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            message = f"optimizer.name = {settings.name!r} returned {optimizer!r:.80}"
+            raise TypeError(f"{message}, and no torch optimizer")
+        return optimizer
     args = dict(settings.args)
     for name, value in args.items():
         if isinstance(value, list):
             args[name] = tuple(value)
+    groups = parameter_groups(parameters, settings)
     try:
         optimizer = maker(groups, lr=settings.lr, **args)
     except (TypeError, ValueError) as error:

@@ -63,37 +63,26 @@ class Muon(AnyPrecisionAdamW):
             )
             alike[parameter.shape, parameter.device, sharding].append(parameter)
         for members in alike.values():
-            at_once = _at_once(members[0])
+            # So many that no rank holds more than one whole; a strided one all ranks hold whole.
+            at_once = 1
+            if isinstance(members[0], DTensor):
+                mesh = members[0].device_mesh
+                at_once = mesh.size(-1) if _is_strided(members[0].placements) else mesh.size()
+            scale = 0.2 * math.sqrt(max(members[0].shape[-2:]))
             for first in range(0, len(members), at_once):
-                self._update_matrices(group, members[first : first + at_once])
+                some = members[first : first + at_once]
+                whole = _orthogonal([self._direction(one) for one in some], some[0])
+                for parameter, direction in zip(some, whole, strict=True):
+                    weight = local(parameter)
+                    decayed = weight * (1 - group["lr"] * group["weight_decay"])
+                    self.store(weight, decayed.add_(direction, alpha=-group["lr"] * scale))
 
-    def _update_matrices(self, group: dict[str, Any], parameters: list[torch.nn.Parameter]) -> None:
-        directions = []
-        for parameter in parameters:
-            gradient = self.gradient_of(parameter)
-            buffer = self.buffer(parameter, "momentum", torch.float32)
-            average = buffer.lerp(gradient, 1 - self.momentum)
-            self.store(buffer, average)
-            directions.append(gradient.lerp(average, self.momentum))  # Nesterov's
-        scale = 0.2 * math.sqrt(max(parameters[0].shape[-2:]))
-        for parameter, direction in zip(
-            parameters, _orthogonal(directions, parameters[0]), strict=True
-        ):
-            weight = local(parameter)
-            decayed = weight * (1 - group["lr"] * group["weight_decay"])
-            self.store(weight, decayed.add_(direction, alpha=-group["lr"] * scale))
-
-
-def _at_once(parameter: torch.nn.Parameter) -> int:
-    """Return how many matrices are worked on at a time, so that no rank holds more than one
-    whole.
-    """
-    if not isinstance(parameter, DTensor):
-        return 1
-    mesh = parameter.device_mesh
-    return (
-        mesh.size(-1) if _is_strided(parameter.placements) else mesh.size()
-    )  # all ranks hold the former whole
+    def _direction(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        gradient = self.gradient_of(parameter)
+        buffer = self.buffer(parameter, "momentum", torch.float32)
+        average = buffer.lerp(gradient, 1 - self.momentum)
+        self.store(buffer, average)
+        return gradient.lerp(average, self.momentum)  # Nesterov's
 
 
 def _is_strided(placements: Sequence[Placement]) -> bool:
@@ -114,7 +103,15 @@ def _orthogonal(directions: list[torch.Tensor], like: torch.nn.Parameter) -> lis
             tensor, mesh, placements, run_check=False, shape=shape, stride=stride
         )
 
-    sharded = [_one_further(p) for p in like.placements]
+    sharded: list[Placement] = []
+    for placement in like.placements:
+        if isinstance(placement, _StridedShard):
+            factor = placement.split_factor
+            sharded.append(_StridedShard(placement.dim + 1, split_factor=factor))
+        elif isinstance(placement, Shard):
+            sharded.append(Shard(placement.dim + 1))
+        else:
+            sharded.append(placement)
     by_matrix: list[Placement] = [Shard(0)] * mesh.ndim
     whole = part(stack, sharded)
     if _is_strided(sharded):
@@ -127,9 +124,3 @@ def _orthogonal(directions: list[torch.Tensor], like: torch.nn.Parameter) -> lis
         done = done.redistribute(placements=[Replicate()] * mesh.ndim)
     # The parameters may be in host memory; the mesh's tensors are on its devices.
     return list(done.redistribute(placements=sharded).to_local().to(stack.device).unbind())
-
-
-def _one_further(placement: Placement) -> Placement:
-    if isinstance(placement, _StridedShard):
-        return _StridedShard(placement.dim + 1, split_factor=placement.split_factor)
-    return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement

@@ -50,34 +50,29 @@ def build_optimizer(
     if is_dotted(settings.name):
         from titanlite.optim.custom import build_custom
 
-        optimizer = build_custom(parameters, settings, device)
-    else:
-        groups = parameter_groups(parameters, settings, blocks, scales)
-        optimizer = _built_in(groups, settings, device)
-    return keep_ratios(optimizer, settings.peak_lr)
-
-
-def _built_in(
-    groups: list[dict[str, Any]], settings: Optimizer, device: torch.device
-) -> torch.optim.Optimizer:
+        return keep_ratios(build_custom(parameters, settings, device), settings.peak_lr)
+    groups = parameter_groups(parameters, settings, blocks, scales)
     common: dict[str, Any] = {
         "lr": settings.lr,
         "betas": (settings.beta1, settings.beta2),
         "eps": settings.eps,
         "weight_decay": settings.weight_decay,
     }
+    optimizer: torch.optim.Optimizer
     if settings.name == "AnyPrecisionAdamW":
         from titanlite.optim.adamw import STATE_DTYPES, AnyPrecisionAdamW
 
         dtypes = {name: getattr(torch, getattr(settings, name)) for name in STATE_DTYPES}
-        return AnyPrecisionAdamW(groups, **common, kahan=settings.kahan, **dtypes)
-    if settings.name == "Muon":
+        optimizer = AnyPrecisionAdamW(groups, **common, kahan=settings.kahan, **dtypes)
+    elif settings.name == "Muon":
         from titanlite.optim.muon import Muon
 
-        return Muon(groups, **common, momentum=settings.momentum)
-    kind = {"AdamW": AdamW, "Adam": Adam}[settings.name]
-    how = settings.implementation or ("fused" if device.type == "cuda" else "foreach")
-    return kind(groups, **common, fused=how == "fused", foreach=how == "foreach")
+        optimizer = Muon(groups, **common, momentum=settings.momentum)
+    else:
+        kind = {"AdamW": AdamW, "Adam": Adam}[settings.name]
+        how = settings.implementation or ("fused" if device.type == "cuda" else "foreach")
+        optimizer = kind(groups, **common, fused=how == "fused", foreach=how == "foreach")
+    return keep_ratios(optimizer, settings.peak_lr)
 
 
 def keep_ratios(optimizer: torch.optim.Optimizer, base: float) -> torch.optim.Optimizer:

@@ -102,29 +102,20 @@ def _missing_tool(cuda: bool) -> str | None:
 def use_cache_folder(cache_dir: str | None) -> str:
     """Choose the folder of compiled code before anything is compiled; return it.
 
-    None: TORCHINDUCTOR_CACHE_DIR of the environment, else `titanlite/inductor` in the user's cache
-    folder, or torch's default where that cannot be written. Raises ParallelismError when a named
-    folder cannot be written to.
+    None: TORCHINDUCTOR_CACHE_DIR of the environment, else torch's own. Raises ParallelismError
+    when it cannot be written to.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    named = os.environ.get(CACHE_VARIABLE) if cache_dir is None else cache_dir
-    if cache_dir is None and named == default_cache_dir():
-        named = None  # not the user's: `import torch._dynamo` puts it there
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(named or f"{base}/titanlite/inductor").expanduser().absolute()
+    named = cache_dir or os.environ.get(CACHE_VARIABLE) or default_cache_dir()
+    folder = Path(named).expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(None, "no permission")
     except OSError as error:
-        if named is None:
-            return os.environ.setdefault(CACHE_VARIABLE, default_cache_dir())
-        variable = f" ({CACHE_VARIABLE})" if cache_dir is None else ""
-        advice = "name a folder that you may write to"
-        raise ParallelismError(
-            f'cannot write to "{folder}"{variable}: {error.strerror}; {advice}'
-        ) from None
+        message = f'cannot write to "{folder}": {error.strerror}'
+        raise ParallelismError(f"{message}; name a folder that you may write to") from None
     os.environ[CACHE_VARIABLE] = str(folder)
     return str(folder)
 

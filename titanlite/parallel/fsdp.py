@@ -54,7 +54,8 @@ def apply_fsdp(  # noqa: PLR0913
         message = "gradients of parameters with a placement are summed, and average asks for a mean"
         raise ParallelismError(message)
     dp_mesh = fsdp_mesh(mesh)
-    policy = _precision(param_dtype, reduce_dtype)
+    # Without a cast of inputs, which would round the fp32 RoPE tables that blocks receive.
+    policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
     offloading = offloads(cpu_offload, mesh.device_type)
     place = placement or _stack_placement(dp_mesh)
     modules = _modules_of(model, groups)
@@ -82,16 +83,6 @@ def apply_fsdp(  # noqa: PLR0913
         from titanlite.parallel.fsdp_one_rank import avoid_copies
 
         avoid_copies(model)
-
-
-def _precision(param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> MixedPrecisionPolicy:
-    return MixedPrecisionPolicy(
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        # The embedding's output already has the parameters' dtype. A cast of every floating-point
-        # input would round the fp32 RoPE tables that blocks receive.
-        cast_forward_inputs=False,
-    )
 
 
 def _modules_of(model: nn.Module, groups: Sequence[Sequence[str]]) -> list[list[nn.Module]]:

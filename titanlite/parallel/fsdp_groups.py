@@ -41,11 +41,12 @@ def groups_by_class(model: nn.Module, names: Iterable[str]) -> list[FSDPGroup]:
     Raises ParallelismError, with a list of the classes, for a name that matches no module that can
     be a group.
     """
-    found = {
-        path: type(module).__name__
-        for path, module in _post_order(model)
-        if _can_be_group(path, module)
-    }
+    found = {}
+    for path, module in _post_order(model):
+        # Hooks on a list or dictionary of modules would never run.
+        is_called = type(module).forward is not nn.Module.forward
+        if path and is_called and next(module.parameters(), None) is not None:
+            found[path] = type(module).__name__
     wanted = tuple(names)
     missing = [name for name in wanted if name not in found.values()]
     if missing or not wanted:
@@ -57,12 +58,6 @@ def groups_by_class(model: nn.Module, names: Iterable[str]) -> list[FSDPGroup]:
             f"parameters: {there}"
         )
     return _in_order(model, [(path,) for path, name in found.items() if name in wanted])
-
-
-def _can_be_group(path: str, module: nn.Module) -> bool:
-    # Hooks on a list or dictionary of modules would never run.
-    is_called = type(module).forward is not nn.Module.forward
-    return path != "" and is_called and next(module.parameters(), None) is not None
 
 
 def _post_order(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

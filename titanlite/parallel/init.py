@@ -127,16 +127,18 @@ def fill_part(
 
     device: where to draw the values, if not there.
     """
-    shape = tuple(tensor.shape)
-    if isinstance(tensor, DTensor):
-        _, offset = compute_local_shape_and_global_offset(
-            shape, tensor.device_mesh, tensor.placements
-        )
-        local = tensor.to_local()
-    else:
-        offset = (0,) * len(shape)
-        local = tensor
-    fill(local, tuple(offset), shape, name, init, seed, device)
+    local, offset = part_of(tensor)
+    fill(local, offset, tuple(tensor.shape), name, init, seed, device)
+
+
+def part_of(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Return this rank's part of a tensor, and where it begins in the whole."""
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.ndim
+    _, offset = compute_local_shape_and_global_offset(
+        tuple(tensor.shape), tensor.device_mesh, tensor.placements
+    )
+    return tensor.to_local(), tuple(offset)
 
 
 def fix_workspace() -> None:
@@ -174,8 +176,14 @@ def materialize(
     initialize(model)
     # Look the buffers up again: `initialize` may have replaced instead of written them.
     tensors = {name: _numbers(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
-    bad = torch.stack([_is_unset(tensor) for tensor in tensors.values()]).tolist()
-    missed = [name for name, is_bad in zip(tensors, bad, strict=True) if is_bad]
+    bad = []
+    for part in tensors.values():
+        if part.is_floating_point():
+            bad.append(part.sum(dtype=torch.float32).isnan())
+        else:
+            bad.append((part == _unset(part.dtype)).all() & (part.numel() > 0))
+    unset = torch.stack(bad).tolist()
+    missed = [name for name, is_bad in zip(tensors, unset, strict=True) if is_bad]
     if missed:
         raise RuntimeError(f"no initial value for: {', '.join(missed)}")
     for module in model.modules():
@@ -194,9 +202,3 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 def _unset(dtype: torch.dtype) -> float:
     return math.nan if dtype.is_floating_point else torch.iinfo(dtype).min or 113
-
-
-def _is_unset(part: torch.Tensor) -> torch.Tensor:
-    if part.is_floating_point():
-        return part.sum(dtype=torch.float32).isnan()
-    return (part == _unset(part.dtype)).all() & (part.numel() > 0)

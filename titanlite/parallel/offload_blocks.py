@@ -96,25 +96,19 @@ def _sending(block: nn.Module, arguments: list[Any]) -> Iterator[None]:
             fetched = offloaded.fetch()
             return fetched.as_strided(*layout) if whole else fetched
 
-        return _fetch_sharded(fetch, tensor) if isinstance(tensor, DTensor) else fetch
+        if not isinstance(tensor, DTensor):
+            return fetch
+        mesh, placements = tensor.device_mesh, tensor.placements
+        shape, stride = tensor.shape, tensor.stride()
+        return lambda: DTensor.from_local(
+            fetch(), mesh, placements, run_check=False, shape=shape, stride=stride
+        ).detach()
 
     with saved_tensors_hooks(pack, lambda fetch: fetch()):
         yield
     # The graph holds `pack`, and so these variables, until the backward.
     sent.clear()
     arguments.clear()
-
-
-def _fetch_sharded(fetch: Callable[[], Tensor], tensor: DTensor) -> Callable[[], Tensor]:
-    mesh, placements, shape, stride = (
-        tensor.device_mesh,
-        tensor.placements,
-        tensor.shape,
-        tensor.stride(),
-    )
-    return lambda: DTensor.from_local(
-        fetch(), mesh, placements, run_check=False, shape=shape, stride=stride
-    ).detach()
 
 
 def _storage(tensor: Tensor) -> int:

@@ -108,7 +108,12 @@ class ModelBuilder:
             feature.distribute(self, model)
         # Around each block: first what recomputes, then one graph of it, then its all-gather.
         self._apply_ac(model)
-        self._apply_compile(model)
+        self._separate_cache()
+        if self.compiles("model"):
+            from titanlite.parallel.compile import apply_compile
+
+            modules = self.compiled_modules(model)
+            apply_compile(modules, self.run.compile.backend, self.compile_options)
         self._apply_fsdp(model, groups)
         for feature in features:
             feature.after_sharding(self, model)
@@ -143,14 +148,6 @@ class ModelBuilder:
         if settings.by_op:
             names = self.compiled_names or names
         apply_ac(model, names, settings, self.device)
-
-    def _apply_compile(self, model: nn.Module) -> None:
-        self._separate_cache()
-        if self.compiles("model"):
-            from titanlite.parallel.compile import apply_compile
-
-            modules = self.compiled_modules(model)
-            apply_compile(modules, self.run.compile.backend, self.compile_options)
 
     def _separate_cache(self) -> None:
         if self.run.training.compile or self.tp > 1:

@@ -14,7 +14,7 @@ many bytes as one all-reduce.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,10 @@ from titanlite.regularized_loss import objective_of
 _SEQUENCE = Shard(1)
 #: Kinds of modules that have none of their own.
 _WITHOUT_WEIGHTS = ("gather", "shared", "tokens")
+
+
+#: Takes an input and a linear that it is for; returns what is gathered in place of the input.
+_Cast = Callable[[Tensor, nn.Module], Tensor]
 
 
 def apply_tp(
@@ -119,8 +123,17 @@ def _hook(modules: Mapping[str, nn.Module], kinds: dict[str, str], mesh: DeviceM
     colwise = [name for name, kind in kinds.items() if kind == "colwise"]
     for name, kind in kinds.items():
         if kind == "gather":
+            # The linears inside that take its first argument, which is made whole; and the cast
+            # before the all-gather that all of them have in common.
             takers = [taker for taker in colwise if taker.startswith(f"{name}.")]
-            _gather_input(modules, name, takers, mesh)
+            casts = set[_Cast | None]()
+            for taker in takers:
+                found = modules[taker]
+                casts.add(found.input_cast(mesh) if isinstance(found, FeatureLinear) else None)
+            cast = casts.pop() if len(casts) == 1 else None
+            linear = "" if cast is None else takers[0].removeprefix(f"{name}.")
+            cls: Any = type(modules[name])
+            modules[name].__class__ = _gathering(cls, cast, linear)
         elif kind == "shared":
             modules[name].register_forward_pre_hook(_share_input)
         elif kind == "tokens":
@@ -174,28 +187,6 @@ def style_of(kind: str, logits: Placement = _SEQUENCE, last: bool = False) -> Pa
     return styles[kind]
 
 
-#: Takes an input and a linear that it is for; returns what is gathered in place of the input.
-_Cast = Callable[[Tensor, nn.Module], Tensor]
-
-
-def _gather_input(
-    modules: Mapping[str, nn.Module], name: str, takers: Sequence[str], mesh: DeviceMesh
-) -> None:
-    """Let a module make its first argument whole, in place. takers: the linears inside that take
-    it.
-    """
-    # The cast before the all-gather that all takers have in common.
-    casts = set[_Cast | None]()
-    for taker in takers:
-        found = modules[taker]
-        casts.add(found.input_cast(mesh) if isinstance(found, FeatureLinear) else None)
-    cast = casts.pop() if len(casts) == 1 else None
-    linear = "" if cast is None else takers[0].removeprefix(f"{name}.")
-    module = modules[name]
-    cls: Any = type(module)
-    module.__class__ = _gathering(cls, cast, linear)
-
-
 # One class for all blocks: `torch.compile` compiles each class again.
 @functools.cache
 def _gathering(cls: type[nn.Module], cast: _Cast | None, linear: str) -> type[nn.Module]:
@@ -219,6 +210,7 @@ def _gathering(cls: type[nn.Module], cast: _Cast | None, linear: str) -> type[nn
     return Gathering
 
 
+# Plain functions: with a hook of its own each block would be compiled again.
 def _share_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Parts of the gradient, from each rank's heads, are added up."""
     x, *others = args

@@ -54,7 +54,7 @@ def computing(step: StepSizes) -> Computing:
     head = head_forward(step)
     return Computing(
         blocks.plus(head),
-        block_backward(step, blocks).plus(head_backward(step, head)),
+        block_backward(step, blocks).plus(head.times(2)),
         recomputation(step, blocks),
     )
 
@@ -64,8 +64,7 @@ def block_forward(step: StepSizes) -> Pass:
     constants = step.rates.constants
     passes = constants.passes_compiled if step.compiled else constants.passes_eager
     memory = step.rates.moved(passes * step.itemsize * step.tokens * step.outputs)
-    products = _products(step) + step.products.beside.forward
-    return Pass(products, _attention(step), memory, step.products.casts.forward)
+    return Pass(_products(step), _attention(step), memory, step.products.casts.forward)
 
 
 def _products(step: StepSizes) -> float:
@@ -86,10 +85,8 @@ def _attention(step: StepSizes) -> float:
 
 def block_backward(step: StepSizes, forward: Pass) -> Pass:
     """Return the seconds of all blocks."""
-    beside = step.products.beside
-    products = (forward.products - beside.forward) * step.products.backward + beside.backward
     return Pass(
-        products,
+        forward.products * 2,
         forward.attention * _ATTENTION_BACKWARD,
         forward.memory * 2,
         step.products.casts.backward,
@@ -103,11 +100,6 @@ def head_forward(step: StepSizes) -> Pass:
     size = per_logit * step.tokens * step.vocabulary
     product = step.rates.product(step.tokens, step.width or 1, step.vocabulary)
     return Pass(product, memory=step.rates.moved(size) / 3)
-
-
-def head_backward(step: StepSizes, forward: Pass) -> Pass:
-    """Return the seconds of head and loss."""
-    return forward.times(2)._replace(products=forward.products * step.products.backward)
 
 
 def recomputation(step: StepSizes, forward: Pass) -> float:

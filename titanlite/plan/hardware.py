@@ -16,6 +16,7 @@ from titanlite.plan.parts import GIB
 from titanlite.utils import counted
 
 if TYPE_CHECKING:
+    from titanlite.config.run_sections import Launch
     from titanlite.run.config import RunConfig
 
 
@@ -211,6 +212,20 @@ def find_instance(name: str) -> Instance:
     if found is None:
         raise _error("instance", f"no instance type {name!r} is known", names_like(name, INSTANCES))
     return found
+
+
+def ranks_of(
+    launch: Launch,
+    *,
+    gpu: str | None = None,
+    instance: str | None = None,
+    gpus: int | None = None,
+    nodes: int | None = None,
+) -> int:
+    """Return the GPUs that are given, else those of section `[launch]`; 8 of an unknown machine."""
+    kind = instance or ("" if gpu else launch.instance_type)
+    size = find_instance(kind).gpus if kind else launch.gpus_per_node
+    return gpus or (nodes or launch.nodes) * (size or DEFAULT_GPUS_PER_NODE)
 
 
 def cluster_of(

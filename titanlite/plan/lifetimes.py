@@ -86,11 +86,6 @@ class ModuleMemory(NamedTuple):
     weights: int
     #: Its output.
     out: int
-    #: Where gradients of inputs and of weights are made apart. The peak of the first half above
-    #: `kept`, and what there is more after it: gradients of products and norms for the second half,
-    #: less what only operators after them kept.
-    split: Peak = Peak()
-    pending: int = 0
 
 
 def measure(module: OpList, mode: str = "none") -> ModuleMemory:
@@ -113,8 +108,6 @@ def measure(module: OpList, mode: str = "none") -> ModuleMemory:
         backward,
         weights=sum(op.weight for op in ops),
         out=ops[-1].size,
-        split=replay.backward(replay.saved, kept, first_half=True),
-        pending=replay.pending(),
     )
 
 
@@ -192,11 +185,8 @@ class _Replay:
             alive -= done - {op.name, *stays}
         return most
 
-    def backward(self, alive: Collection[str], above: int = 0, first_half: bool = False) -> Peak:
-        """Return the peak of a backward, from a gradient of the output, over `above` bytes.
-
-        first_half: make no gradients of weights, and keep all that they need.
-        """
+    def backward(self, alive: Collection[str], above: int = 0) -> Peak:
+        """Return the peak of a backward, from a gradient of the output, over `above` bytes."""
         alive = set(alive)
         peak = Peak()
         # Gradients of weights.
@@ -208,33 +198,17 @@ class _Replay:
             for name in op.reads:
                 mine[name] = given if op.passes else gradients.new(self.sizes[name])
                 given.users += op.passes
-            if not first_half:
-                made += op.weight
+            made += op.weight
             exists = self.bytes_of(alive) - above
             peak = peak.or_higher(Peak(exists + gradients.bytes + op.backward, made))
-            if not (first_half and op.weight):
-                gradients.drop(given)
+            gradients.drop(given)
             for name, storage in mine.items():
                 if gradients.sum_is_new(name):
                     now = exists + gradients.bytes + self.sizes[name]
                     peak = peak.or_higher(Peak(now, made))
                 gradients.add(name, storage)
-            if not first_half:
-                alive -= {name for name in op.saved if self._first_saver[name] == index}
+            alive -= {name for name in op.saved if self._first_saver[name] == index}
         return peak
-
-    def pending(self) -> int:
-        """Return the bytes that a backward's first half leaves more than the forward."""
-        last_product = 0
-        gradients = 0
-        for index, op in enumerate(self.ops):
-            if op.weight:
-                last_product = index
-                gradients += op.size
-        needed: set[str] = set()
-        for op in self.ops[: last_product + 1]:
-            needed.update(op.saved)
-        return gradients - self.bytes_of(self.saved - needed)
 
 
 @dataclass(slots=True, eq=False)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from msgspec.structs import replace as replace_fields
 
 from titanlite.models.llama import LlamaArgs
+from titanlite.parallel.schedules import SCHEDULES
 from titanlite.plan.events import replay
 from titanlite.plan.parts import VOCABULARY, RankMemory
 from titanlite.plan.rank_sizes import RankSizes
@@ -28,23 +29,12 @@ def estimate(run: RunConfig, rank: int | None = None, device: str = "cuda") -> R
     """Return a rank's memory over a step that is not the first, at most two micro-batches of it.
 
     Of phases the largest peak counts. rank: None for the worst. device: "cuda" or "cpu". Raises
-    NoFormula for a model whose arguments are no `LlamaArgs`, for norms other than RMSNorm, and for
-    `training.fsdp_units` by classes or sizes.
+    NoFormula for a model whose arguments are no `LlamaArgs`, for norms other than RMSNorm, for
+    `training.fsdp_units` by classes, and for zero-bubble schedules of a pipeline.
     """
     if len(run.course.legs) > 1:
         legs = [estimate(run.steady_at(first), rank, device) for first in run.legs]
         return max(legs, key=lambda memory: memory.peak.total)
-    args = _known_args(run)
-    if rank is not None:
-        return _memory_of(run, args, rank, device)
-    # The first of each pipeline stage.
-    ranks = range(0, run.mesh.world_size, run.mesh.world_size // run.mesh.pipeline)
-    memories = [_memory_of(run, args, rank, device) for rank in ranks]
-    return max(memories, key=lambda memory: memory.peak.total)
-
-
-def _known_args(run: RunConfig) -> LlamaArgs:
-    """Raise NoFormula, or return arguments with a vocabulary."""
     args = run.model_args()
     known_norms = ("rmsnorm", "fused_rmsnorm")
     if not isinstance(args, LlamaArgs) or args.norm_type not in known_norms:
@@ -52,12 +42,17 @@ def _known_args(run: RunConfig) -> LlamaArgs:
     units = run.training.fsdp_units
     if units not in ("block", "root"):
         raise NoFormula(f"there are no formulas for training.fsdp_units = {units!r}")
-    return replace(args, vocab_size=args.vocab_size or VOCABULARY)
-
-
-def _memory_of(run: RunConfig, args: LlamaArgs, rank: int, device: str) -> RankMemory:
-    sizes = RankSizes(run, args, rank, device)
-    return replay(rank, StepEvents(sizes).events())
+    schedule = run.experimental.pipeline_parallel_schedule
+    if run.mesh.pipeline > 1 and SCHEDULES[schedule].splits_backward:
+        raise NoFormula(f"there are no formulas for the memory of the schedule {schedule}")
+    args = replace(args, vocab_size=args.vocab_size or VOCABULARY)
+    # The first of each pipeline stage.
+    ranks = range(0, run.mesh.world_size, run.mesh.world_size // run.mesh.pipeline)
+    memories = [
+        replay(rank, StepEvents(RankSizes(run, args, rank, device)).events())
+        for rank in (ranks if rank is None else [rank])
+    ]
+    return max(memories, key=lambda memory: memory.peak.total)
 
 
 def with_vocabulary(run: RunConfig, tokenizer_size: int | None = None) -> RunConfig:

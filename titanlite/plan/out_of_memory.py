@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
+from titanlite.callbacks import SLOW_PHASES
 from titanlite.exit_codes import memory_error_of
 from titanlite.plan.memory import estimate, with_vocabulary
 from titanlite.plan.parts import PARTS
-from titanlite.plan.peak_check import OTHER_PHASES
 from titanlite.run.config import RunConfig
 from titanlite.runs.tables import Table, render
 from titanlite.utils import human_bytes
@@ -32,12 +32,19 @@ def memory_report(run: RunConfig, error: BaseException, where: str, rank: int, d
     if cause is not error:
         lines.append(f"caused by {type(cause).__name__}: {cause}")
     try:
-        lines += [_plan_table(run, rank, device), _REMEDIES]
+        planned = estimate(with_vocabulary(run), rank, device)
+        peak = planned.peak
+        sizes = {name: peak.parts.get(name, 0) for name in PARTS}
+        sizes |= {f"in host memory: {name}": size for name, size in planned.host.items()}
+        sizes["in all, on the device"] = peak.total
+        rows = [(name, human_bytes(size)) for name, size in sizes.items() if size]
+        table = Table((f"planned for rank {rank}, {peak.place}", ""), rows)
+        lines += [render(table, terminal=False), _REMEDIES]
     except Exception as failed:
         # The error itself is the one to be seen.
         lines.append(f"There is no plan to compare with: {failed}")
     phase = where.partition(" ")[0]
-    if phase in OTHER_PHASES:
+    if phase in SLOW_PHASES:
         keys = "validation.batch_size and eval.batch_size count there"
         lines.append(f"The plan is one of training steps, not of the phase {phase}: {keys}")
     lines.append(f"The traceback is in {run.job.dump_folder}/logs/rank_{rank}.log")
@@ -50,14 +57,3 @@ def _place_of(cause: BaseException) -> str:
         return "GPU or pinned host memory"
     is_gpu = type(cause).__name__ == "OutOfMemoryError" or re.search("CUD|CUBLAS", text)
     return "GPU" if is_gpu else "host"
-
-
-def _plan_table(run: RunConfig, rank: int, device: str) -> str:
-    run = with_vocabulary(run)
-    planned = estimate(run, rank, device)
-    peak = planned.peak
-    sizes = {name: peak.parts.get(name, 0) for name in PARTS}
-    sizes |= {f"in host memory: {name}": size for name, size in planned.host.items()}
-    sizes["in all, on the device"] = peak.total
-    rows = [(name, human_bytes(size)) for name, size in sizes.items() if size]
-    return render(Table((f"planned for rank {rank}, {peak.place}", ""), rows), terminal=False)

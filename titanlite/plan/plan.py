@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlite.config.errors import bad_flag, unfit
-from titanlite.config.sections import Checkpoint
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.memory import NoFormula, estimate, with_vocabulary
 from titanlite.plan.optimizer import state_bytes
@@ -21,22 +20,6 @@ from titanlite.run.config import RunConfig
 #: Host memory of a rank that trains on a GPU, in bytes, without text: Python, torch and CUDA's
 #: libraries.
 PROCESS = 3 * GIB
-
-
-@dataclass(frozen=True)
-class Disk:
-    """Checkpoints of a run."""
-
-    #: Bytes of one: weights, optimizer state and averages.
-    checkpoint: int
-    #: Most of them at one time, with the one that is being written. None: the length of the run is
-    #: not known.
-    count: int | None
-
-    @property
-    def total(self) -> int | None:
-        """Bytes of the whole folder."""
-        return None if self.count is None else self.count * self.checkpoint
 
 
 @dataclass(frozen=True)
@@ -71,8 +54,8 @@ class Plan:
     speed: Speed
     #: Name → bytes of host memory of one machine.
     host: Mapping[str, int]
-    #: None: the run saves no checkpoints.
-    disk: Disk | None
+    #: Bytes of a checkpoint; None: the run saves none.
+    checkpoint: int | None
     legs: tuple[Leg, ...]
 
     @property
@@ -110,7 +93,6 @@ class Plan:
         """Return the plan as JSON, see docs/plan.md; unknown numbers are null, others finite."""
         peak = self.memory.peak
         speed = self.speed
-        disk = self.disk
         return {
             "model": self.run.model.title,
             "world_size": self.run.mesh.world_size,
@@ -130,9 +112,7 @@ class Plan:
             "host_gib": self.host_needed / GIB,
             "host_usable_gib": self.cluster.host and self.cluster.host / GIB,
             "host_parts": in_gib(self.host),
-            "checkpoint_gib": disk and disk.checkpoint / GIB,
-            "checkpoints": disk and disk.count,
-            "disk_gib": disk and disk.total and disk.total / GIB,
+            "checkpoint_gib": self.checkpoint and self.checkpoint / GIB,
             "tokens_per_step": self.run.batch.tokens_per_step,
             "steps": self.run.steps,
             "step_seconds": speed.step_seconds,
@@ -175,8 +155,8 @@ def make_plan(
     speed = legs[0].speed
     largest = max((leg.run for leg in legs), key=lambda run: run.batch.tokens_per_step)
     host = host_memory(largest, cluster, memory)
-    disk = checkpoint_disk(run, speed.step_seconds) if run.checkpoint.enable_checkpoint else None
-    return Plan(run, cluster, memory, trace is not None, speed, host, disk, legs)
+    checkpoint = checkpoint_bytes(run) if run.checkpoint.enable_checkpoint else None
+    return Plan(run, cluster, memory, trace is not None, speed, host, checkpoint, legs)
 
 
 def _legs(
@@ -231,23 +211,15 @@ def host_memory(run: RunConfig, cluster: Cluster, memory: RankMemory) -> dict[st
 # Checkpoints
 
 
-def checkpoint_disk(run: RunConfig, step_seconds: float) -> Disk:
-    """Return a checkpoint's size and how many exist at once."""
+def checkpoint_bytes(run: RunConfig) -> int:
+    """Return the size of a checkpoint: weights, optimizer state and averages."""
     args = run.model_args()
     trained = run.trained(args)
     parameters = trained.adapters
     if parameters is None:
         parameters = run.spec.count_parameters(args)
     size = parameters * (BYTES[run.training.dtype] + trained.averages)
-    size += optimizer_bytes(run, args, parameters)
-    return Disk(size, kept_at_once(run.checkpoint, run.steps, step_seconds))
-
-
-def optimizer_bytes(run: RunConfig, args: Any, parameters: int) -> int:
-    """Return the optimizer state of the whole model.
-
-    Norms count as matrices; Muon's are those of blocks.
-    """
+    # In the optimizer's state norms count as matrices; Muon's are those of blocks.
     matrices = parameters
     if run.optimizer.name == "Muon" and not run.lora.rank:
         costs = run.spec.pipeline_costs(args, 1) if run.spec.pipeline_costs else {}
@@ -257,34 +229,6 @@ def optimizer_bytes(run: RunConfig, args: Any, parameters: int) -> int:
     # Weights of a size that 8 bits can hold.
     matrix = Weight(4096, 2048, 1, (4096, 2048))
     other = Weight(4096, 2048, 1)
-    size = matrices * state_bytes(matrix, run.optimizer, master)
-    size += (parameters - matrices) * state_bytes(other, run.optimizer, master)
-    return int(size)
-
-
-def kept_at_once(section: Checkpoint, steps: int | None, step_seconds: float) -> int | None:
-    """Return the most checkpoints at one time, as `retention.prune` keeps them; None: unknown.
-
-    step_seconds: turns an interval in seconds into steps.
-    """
-    # With the one that is being written. A save without a validation keeps at least two.
-    latest = max(section.keep_latest_k, 2) + 1
-    if steps is None:
-        bounded = section.keep_latest_k and not section.keep_every and not section.milestones
-        return latest if bounded else None
-    interval = section.interval
-    if section.interval_type != "steps":
-        interval = max(1, round(section.interval / step_seconds))
-    milestones = section.milestones
-    if milestones == "powers_of_two":
-        milestones = [2**n for n in range(steps.bit_length())]
-    saved = {steps, *range(interval, steps + 1, interval)}
-    saved.update(step for step in milestones if step <= steps)
-    if section.enable_first_step_checkpoint:
-        saved.add(1)
-    if not section.keep_latest_k:
-        return len(saved)
-    stay = {*sorted(saved)[-latest:], *(saved & set(milestones))}
-    if section.keep_every:
-        stay.update(step for step in saved if step % section.keep_every == 0)
-    return len(stay)
+    state = matrices * state_bytes(matrix, run.optimizer, master)
+    state += (parameters - matrices) * state_bytes(other, run.optimizer, master)
+    return size + round(state)

@@ -27,11 +27,8 @@ class ProductSpeed:
     #: Eager products save inputs when they are done, so that recomputation runs to the end of a
     #: block.
     saves_inputs_late: bool = False
-    #: Products of the backward over those of the forward: gradients of inputs and of weights.
-    backward: float = 2.0
-    #: Seconds of the casts of all blocks in one micro-batch, and of products beside their linears.
+    #: Seconds of the casts of all blocks in one micro-batch.
     casts: Directions = Directions()
-    beside: Directions = Directions()
     #: Bytes that gathers of weights save.
     gathers_less: float = 0.0
     #: Collectives of a block that tensor parallelism saves.

@@ -21,14 +21,11 @@ def start_rows(run: RunConfig, total: int) -> list[tuple[str, str]]:
     size = planned.peak.total
     of_rank = f", on rank {planned.rank}" if run.mesh.pipeline > 1 else ""
     needed = f"{needed_bytes(planned) / GIB:,.1f} with overhead"
+    # Formulas do not know what a compiler saves.
+    word = "planned at most" if run.training.compile else "planned"
     text = f"{size / GIB:,.1f} GiB of tensors, {needed}, of {total / GIB:,.1f} per GPU"
-    rows = [("memory", f"{planned_word(run)} {text}, in {planned.peak.place}{of_rank}")]
+    rows = [("memory", f"{word} {text}, in {planned.peak.place}{of_rank}")]
     if needed_bytes(planned) > total:
         text = "by the plan this run needs more memory than a GPU has: it may end with code 8"
         rows.append(("warning", text))
     return rows
-
-
-def planned_word(run: RunConfig) -> str:
-    """Return the plan's verb: formulas do not know what a compiler saves."""
-    return "planned at most" if run.training.compile else "planned"

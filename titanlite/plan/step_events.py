@@ -6,11 +6,10 @@ FORMULAS.md derives each size.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from titanlite.plan.events import Alloc, Event, Free, Run
+from titanlite.plan.events import Alloc, Event, Run
 from titanlite.plan.group_events import GroupEvents
-from titanlite.plan.lifetimes import Peak
 from titanlite.plan.optimizer import state_bytes, step_bytes
 from titanlite.plan.rank_sizes import RankSizes
 from titanlite.plan.weights import Group
@@ -88,25 +87,16 @@ class StepEvents:
                 yield from self.groups.free(group)
                 yield from self.groups.divide(group)
 
-    def first_half(self, modules: Sequence[str]) -> Iterator[Event]:
-        """Make gradients of inputs alone; what those of weights need lives on."""
-        for module in reversed(modules):
-            cost = self.sizes.costs[module]
-            yield Run("backward", module, {_part_of(module): cost.split.working})
-            yield Alloc("activations", ("pending", module), cost.pending)
-
     def backward(
         self,
         modules: list[str],
         *,
         frees: bool = True,
         reduces: bool = False,
-        second_half: bool = False,
     ) -> Iterator[Event]:
         """Make gradients.
 
-        frees: weights after use. reduces: gradients once they are made. second_half: of weights
-        alone, after `first_half`.
+        frees: weights after use. reduces: gradients once they are made.
         """
         # Buffers of a gather that runs ahead, and of the latest reduction.
         ahead = 0
@@ -121,10 +111,6 @@ class StepEvents:
             group = self.sizes.group_of[module]
             cost = self.sizes.costs[module]
             peak = cost.backward
-            if second_half:
-                # Frees what gradients of weights need as it makes them, one by one.
-                peak = Peak(cost.pending)
-                yield Free("activations", ("pending", module))
             if module == group.modules[-1]:
                 if group not in self.groups.gathered:
                     buffers = reduced + sum(made.values())
@@ -146,7 +132,7 @@ class StepEvents:
                 if frees:
                     yield from self.groups.free(group)
                 if reduces:
-                    given = 0 if second_half else self._hidden(module)
+                    given = self._hidden(module)
                     yield from self.groups.reduce(group, made.pop(group), ahead, given, frees)
                     reduced = self.groups.reduction_buffer(group)
                 else:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 from titanlite.plan.hardware import DEFAULT_GPUS_PER_NODE, cluster_of
 from titanlite.plan.parts import FRAGMENTATION, GIB, PARTS, needed_bytes
-from titanlite.plan.plan import Disk, Leg, Plan, make_plan
+from titanlite.plan.plan import Plan, make_plan
 from titanlite.run.config import RunConfig
 from titanlite.runs.tables import Style, Table, render
 from titanlite.utils import counted, escape, human_bytes, human_count, wants_color
@@ -104,30 +104,24 @@ def plan_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "step", f"{tokens} in {_seconds(speed.step_seconds)}: {_largest(plan)}"
     if len(plan.legs) > 1:
         for leg in plan.legs:
-            yield f"step {leg.first:,}", _leg(leg)
-    if plan.run.steps is not None and plan.seconds is not None:
-        yield "run", _whole_run(plan, plan.run.steps, plan.seconds)
+            batch = leg.run.batch
+            sequences = counted(batch.global_batch_size, "sequences")
+            time = f"{_seconds(leg.speed.step_seconds)} a step"
+            if leg.seconds is not None and leg.steps is not None:
+                time += f", {_time(leg.seconds)} for {counted(leg.steps, 'steps')}"
+            memory = f"{needed_bytes(leg.memory) / GIB:.2f} GiB needed"
+            text = f"{sequences} of {batch.seq_len:,} tokens: {time}; {memory}"
+            yield f"step {leg.first:,}", text
+    steps = plan.run.steps
+    if steps is not None and plan.seconds is not None:
+        tokens = human_count(plan.run.course.tokens_after(steps))
+        fast = _time(plan.seconds * speed.tokens_per_second / speed.high)
+        slow = _time(plan.seconds * speed.tokens_per_second / speed.low)
+        time = _time(plan.seconds)
+        yield "run", f"{counted(steps, 'steps')}, {tokens} tokens in {time} ({fast} to {slow})"
     yield "host memory", _host(plan)
-    if plan.disk:
-        yield "checkpoints", _checkpoints(plan.disk)
-
-
-def _leg(leg: Leg) -> str:
-    batch = leg.run.batch
-    sequences = counted(batch.global_batch_size, "sequences")
-    time = f"{_seconds(leg.speed.step_seconds)} a step"
-    if leg.seconds is not None and leg.steps is not None:
-        time += f", {_time(leg.seconds)} for {counted(leg.steps, 'steps')}"
-    memory = f"{needed_bytes(leg.memory) / GIB:.2f} GiB needed"
-    return f"{sequences} of {batch.seq_len:,} tokens: {time}; {memory}"
-
-
-def _whole_run(plan: Plan, steps: int, seconds: float) -> str:
-    speed = plan.speed
-    tokens = human_count(plan.run.course.tokens_after(steps))
-    fast = _time(seconds * speed.tokens_per_second / speed.high)
-    slow = _time(seconds * speed.tokens_per_second / speed.low)
-    return f"{counted(steps, 'steps')}, {tokens} tokens in {_time(seconds)} ({fast} to {slow})"
+    if plan.checkpoint:
+        yield "checkpoints", f"{human_bytes(plan.checkpoint)} each"
 
 
 def _host(plan: Plan) -> str:
@@ -136,13 +130,6 @@ def _host(plan: Plan) -> str:
     host = plan.cluster.host
     of = "" if host is None else f" of {host / GIB:,.0f}"
     return f"{plan.host_needed / GIB:,.1f}{of} GiB on each machine: {parts}"
-
-
-def _checkpoints(disk: Disk) -> str:
-    most = ""
-    if disk.total is not None:
-        most = f", {disk.count:,} at most at one time: {human_bytes(disk.total)} of disk"
-    return f"{human_bytes(disk.checkpoint)} each{most}"
 
 
 def _largest(plan: Plan) -> str:
@@ -164,30 +151,3 @@ def _time(seconds: float) -> str:
     unit = next((unit for unit, size in _UNITS.items() if seconds >= 2 * size), "s")
     number = seconds / _UNITS[unit]
     return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.1f} {unit}"
-
-
-def gpu_table(plans: Sequence[Plan], missing: Mapping[str, str], title: str, style: Style) -> str:
-    """Return a row for each kind of GPU.
-
-    plans: on the fewest GPUs that the run fits. missing: GPU that cannot train it → why.
-    """
-    rows = []
-    for plan in plans:
-        gpu = plan.cluster.gpu
-        rows.append(
-            (
-                gpu.key,
-                f"{gpu.memory / GIB:.1f}",
-                f"{plan.cluster.gpus:,}",
-                f"{plan.needed / GIB:.1f}",
-                f"{plan.margin / gpu.memory:.0%}",
-                f"{plan.speed.tokens_per_second:,.0f}",
-                f"{100 * plan.speed.mfu:.1f}",
-                "–" if plan.seconds is None else _time(plan.seconds),
-            )
-        )
-    columns = ("GPU", "GiB", "GPUs", "needed GiB", "free", "tokens/s each", "MFU %", "time")
-    lines = [title, "", render(Table(columns, rows), style.color), ""]
-    lines += [style.dim(f"not on {name}: {why}") for name, why in missing.items()]
-    lines.append(style.dim("A plan of one: --gpus N --gpu NAME, or --instance TYPE --nodes N."))
-    return "\n".join(lines)

@@ -64,9 +64,6 @@ def needs_whole_backward(d: Config) -> Iterator[tuple[str, str]]:
     if d.float8.enable_float8_linear:
         reason = "a float8 linear has one backward, which would run twice"
         yield reason, "float8.enable_float8_linear = false"
-    if d.lora.rank:
-        reason = "frozen weights are tested with one backward alone"
-        yield reason, "lora.rank = 0"
     if reshard not in ("default", "never"):
         frees = f"training.reshard_after_forward = {quote(reshard)} frees the weights in between"
         remedy = 'training.reshard_after_forward = "default"'

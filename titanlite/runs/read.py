@@ -8,7 +8,6 @@ import math
 import os
 import re
 import time
-from bisect import bisect_right
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -161,46 +160,22 @@ class Run:
     def _times(self) -> list[float]:
         return [row["time"] for row in self.rows if "time" in row]
 
-    def segments(self) -> list[list[Row]]:
-        """Return the training rows by attempt; one list where nothing distinguishes them."""
-        later = [attempt["started"] for attempt in self.attempts[1:]]
-        starts = [start for start in later if start is not None]
-        parts: list[list[Row]] = [[] for _ in range(len(starts) + 1)]
-        for row in self.training:
-            place = -1
-            if "time" in row:
-                place = bisect_right(starts, row["time"])
-            parts[place].append(row)
-        return [part for part in parts if part]
 
-
-def read_run(path: Path, *, partial: bool = False) -> Run:
-    """Read the run in a folder, or that of a metrics file such as an earlier run's metrics-1.jsonl.
+def read_run(folder: Path, *, partial: bool = False) -> Run:
+    """Read the run in a folder.
 
     Damaged lines and figures are named in `problems`. Raises RunError for what is no run, and for a
     config that cannot be read, which with `partial` goes into `problems`.
     """
-    path = Path(path)
+    folder = Path(folder)
     problems: list[str] = []
-    if path.is_file() and path.name not in (ATTEMPTS, METRICS):
-        if path.suffix != ".jsonl":
-            raise RunError(f"{path}: not a run; give its folder, or a metrics file (.jsonl)")
-        # Nothing of the rest of the folder surely belongs to that run.
-        rows = _rows(path.resolve(), problems)
-        return Run(path, rows=rows, problems=tuple(problems))
-    folder = path.parent if path.is_file() else path
-    if not folder.is_dir():
-        raise RunError(
-            f"{path}: there is no such folder; `titanlite runs FOLDER` lists the runs below a "
-            "folder"
-        )
     if not any((folder / name).exists() for name in (ATTEMPTS, METRICS)):
         raise RunError(
             f"{folder}: not a run: it has neither {ATTEMPTS} nor {METRICS}; "
             f"`titanlite runs {folder}` lists the runs below it"
         )
     attempts = _attempts_of_last_run(folder, problems)
-    rows = ()
+    rows: tuple[Row, ...] = ()
     with suppress(FileNotFoundError):
         rows = _rows(folder / METRICS, problems)
     config = None
@@ -335,5 +310,5 @@ def _config(path: Path) -> dict[str, Any]:
         return config_values(read_own(path).decode())
     except ValueError as error:
         raise RunError(
-            f"{path}: not TOML ({error}); mend it, or rename it to compare without it"
+            f"{path}: not TOML ({error}); mend it, or rename it to read the run without it"
         ) from None

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from titanlite.dist import ParallelismError
 from titanlite.features.context.ranks import CPRank
 from titanlite.models.attention import attend, band, document_positions
+from titanlite.models.sinks import attend_in_window, attend_masked
 
 #: Name of the module in each block that a model lets be replaced.
 _REPLACED = "inner_attention"
@@ -59,34 +60,32 @@ class ContextAttention(nn.Module):
         """
         chunk = self.cp_rank.seq_len // (2 * self.cp_rank.degree)
         spans = self._spans(chunk)
+        masks: list[Tensor | None] = []
         if doc_ids is None:
-            early, late = (self._causal(chunk, end) for _, end in spans)
-            return early, late
+            from torch.nn.attention.bias import causal_lower_right  # it loads the compiler
+
+            for _, end in spans:
+                # None: the window decides.
+                mask = None
+                if not self.has_sinks and (self.window is None or self.window >= end):
+                    # Made here, since `torch.compile` can take them as arguments but cannot make
+                    # them in a graph. They hold no data, and dispatch modes (a trace without data,
+                    # a counter of FLOPs) cannot take them.
+                    with _disable_current_modes():
+                        mask = causal_lower_right(chunk, end)
+                masks.append(mask)
+            return masks[0], masks[1]
         if self.chunk is not None:
             from titanlite.models.document_attention import chunk_ids
 
             doc_ids = chunk_ids(doc_ids, self.chunk)
         own = self.cp_rank.part(doc_ids).chunk(2, 1)
-        masks = []
         for queries, (begin, end) in zip(own, spans, strict=True):
             keys = doc_ids[:, begin:end]
             same = queries.unsqueeze(2) == keys.unsqueeze(1)
             seen = band(queries.size(1), keys.size(1), self.window, queries.device)
             masks.append((same & seen).unsqueeze(1))
-        early, late = masks
-        return early, late
-
-    def _causal(self, chunk: int, end: int) -> Tensor | None:
-        """Return the mask of one chunk; None: the window decides."""
-        from torch.nn.attention.bias import causal_lower_right  # it loads the compiler
-
-        if self.has_sinks or (self.window is not None and self.window < end):
-            return None
-        # Made here, since `torch.compile` can take them as arguments but cannot make them in a
-        # graph. They hold no data, and dispatch modes (a trace without data, a counter of FLOPs)
-        # cannot take them.
-        with _disable_current_modes():
-            return causal_lower_right(chunk, end)
+        return masks[0], masks[1]
 
     def forward(
         self,
@@ -106,7 +105,10 @@ class ContextAttention(nn.Module):
         for (begin, end), queries, seen in zip(spans, q.chunk(2, 2), mask, strict=True):
             inputs = (queries, keys[:, :, begin:end], values[:, :, begin:end])
             if sinks is not None:
-                parts.append(self._with_sinks(*inputs, sinks, seen))
+                if seen is None:
+                    parts.append(attend_in_window(*inputs, sinks, self.window))
+                else:
+                    parts.append(attend_masked(*inputs, sinks, seen))
                 continue
             if seen is None:
                 seen = band(queries.size(2), end - begin, self.window, q.device)
@@ -115,15 +117,6 @@ class ContextAttention(nn.Module):
                     seen &= numbers[-queries.size(2) :, None] == numbers
             parts.append(attend(*inputs, seen))
         return torch.cat(parts, 2)
-
-    def _with_sinks(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen: Tensor | None
-    ) -> Tensor:
-        from titanlite.models.sinks import attend_in_window, attend_masked
-
-        if seen is None:
-            return attend_in_window(q, k, v, sinks, self.window)
-        return attend_masked(q, k, v, sinks, seen)
 
 
 def apply_cp(model: nn.Module, mesh: DeviceMesh) -> None:

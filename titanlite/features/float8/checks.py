@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +32,6 @@ def _not_tensorwise(recipe: str) -> bool:
     return recipe != "tensorwise"
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int)
-
-
 NEEDS = [
     Rule(PRECOMPUTE, True, GATHER, True, "other weights get their scales after the gathering"),
 ]
@@ -52,7 +48,7 @@ EXCLUDES = [
         GATHER,
         True,
         "training.reshard_after_forward",
-        _is_number,
+        lambda value: isinstance(value, int),
         "torch gathers float8 weights from all ranks only",
     ),
     Rule(
@@ -89,11 +85,29 @@ def problems(run: RunConfig, args: Any, choose: Choose, multiple: int) -> Iterat
     choices = choose(linears)
     unknown = list(_unknown_filters(run.float8, linears))
     yield from unknown
-    if not unknown:
-        yield from _nothing_converted(run.float8, choices)
-    yield from _odd_tokens(run, multiple)
-    if run.float8.enable_fsdp_float8_all_gather:
-        yield from _uneven_rows(run, choices)
+    if not unknown and not any(choice.converted for choice in choices):
+        shown = "; ".join(f"{choice.kind} ({choice.reason})" for choice in choices)
+        numbers = run.float8.recipe_name if run.float8.is_mx else "float8"
+        message = f"leaves no product in {numbers}: {shown}"
+        yield Problem("model", ENABLE, message, "convert some linears, or set it to false")
+    tokens = run.tokens_at_once
+    if tokens % multiple:
+        rows = counted(run.sequences_at_once, "sequences")
+        by = f"{rows} x {run.rank_len} tokens on each rank = {tokens}"
+        message = f"needs a multiple of {multiple} tokens in a product, and there are {by}"
+        fitting = multiple // math.gcd(multiple, run.rank_len) * run.pipeline.microbatches
+        batch = f"training.batch_size = {fitting} or a multiple of it"
+        hint = f"these work: {batch}, or another training.seq_len"
+        yield Problem("divide", ENABLE, message, hint)
+    shards = run.mesh.weight_shards
+    odd = [one for one in choices if one.converted and one.size.out_features % shards]
+    if odd and run.float8.enable_fsdp_float8_all_gather:
+        which = ", ".join(f"{one.kind} has {one.size.out_features}" for one in odd)
+        message = (
+            f"needs weights whose rows divide over the {shards} ranks that share them; {which}"
+        )
+        kept = f"keep them with {FILTERS} = {quote([one.kind for one in odd])}"
+        yield Problem("divide", GATHER, message, f"{kept}, or set it to false")
 
 
 def _unknown_filters(settings: Float8, linears: Linears) -> Iterator[Problem]:
@@ -104,41 +118,8 @@ def _unknown_filters(settings: Float8, linears: Linears) -> Iterator[Problem]:
     )
     for part in name_filters(settings):
         if not part or not any(part in name for name in linears.sizes):
-            yield Problem(
-                "unknown-value", FILTERS, f"{quote(part)} is part of no linear's name", hint
-            )
-
-
-def _nothing_converted(settings: Float8, choices: Sequence[Float8Choice]) -> Iterator[Problem]:
-    if any(choice.converted for choice in choices):
-        return
-    shown = "; ".join(f"{choice.kind} ({choice.reason})" for choice in choices)
-    numbers = settings.recipe_name if settings.is_mx else "float8"
-    message = f"leaves no product in {numbers}: {shown}"
-    yield Problem("model", ENABLE, message, "convert some linears, or set it to false")
-
-
-def _odd_tokens(run: RunConfig, multiple: int) -> Iterator[Problem]:
-    tokens = run.tokens_at_once
-    if tokens % multiple == 0:
-        return
-    rows = counted(run.sequences_at_once, "sequences")
-    by = f"{rows} x {run.rank_len} tokens on each rank = {tokens}"
-    message = f"needs a multiple of {multiple} tokens in a product, and there are {by}"
-    fitting = multiple // math.gcd(multiple, run.rank_len) * run.pipeline.microbatches
-    batch = f"training.batch_size = {fitting} or a multiple of it"
-    yield Problem("divide", ENABLE, message, f"these work: {batch}, or another training.seq_len")
-
-
-def _uneven_rows(run: RunConfig, choices: Sequence[Float8Choice]) -> Iterator[Problem]:
-    shards = run.mesh.weight_shards
-    odd = [one for one in choices if one.converted and one.size.out_features % shards]
-    if not odd:
-        return
-    which = ", ".join(f"{one.kind} has {one.size.out_features}" for one in odd)
-    message = f"needs weights whose rows divide over the {shards} ranks that share them; {which}"
-    kept = f"keep them with {FILTERS} = {quote([one.kind for one in odd])}"
-    yield Problem("divide", GATHER, message, f"{kept}, or set it to false")
+            message = f"{quote(part)} is part of no linear's name"
+            yield Problem("unknown-value", FILTERS, message, hint)
 
 
 # The machine

@@ -38,29 +38,11 @@ def float8_speed(section: Float8, step: StepSizes) -> ProductSpeed:
     if section.enable_fsdp_float8_all_gather:
         gathers_less = step.stage_share * sum(choice.weights for choice in converted)
     peak = step.rates.constants.float8 * gpu.float8
-    return ProductSpeed(
-        choices,
-        {choice.names[0]: peak for choice in converted},
-        is_below_bf16=True,
-        assumptions=("the MFU is of the peak in bf16, though products run in float8",),
-        saves_inputs_late=True,
-        casts=_casts(section, step, choices),
-        gathers_less=gathers_less,
-        # Two gathers of the forward send half the bytes.
-        tensor_gathers_less=section.recipe_name == "tensorwise",
-    )
-
-
-def _casts(section: Float8, step: StepSizes, choices: Sequence[Float8Choice]) -> Directions:
-    """Return the seconds of casts. The backward casts gradients of outputs, and reorders inputs.
-
-    Eager code casts all again for each of its two products.
-    """
+    # The backward casts gradients of outputs, and reorders inputs; eager code casts all again for
+    # each of its two products.
     forward = 0.0
     backward = 0.0
-    for linear in choices:
-        if not linear.converted or step.spec.head in linear.names:
-            continue
+    for linear in converted:
         inputs = len(linear.names) * step.tokens * _cast_inputs(step, linear, choices)
         outputs = len(linear.names) * step.tokens * linear.size.out_features
         weights = 0 if section.enable_fsdp_float8_all_gather else linear.weights
@@ -70,7 +52,18 @@ def _casts(section: Float8, step: StepSizes, choices: Sequence[Float8Choice]) ->
         else:
             backward += 2 * outputs + inputs + weights
     size = CAST_COMPILED if step.compiled else CAST_EAGER
-    return Directions(step.rates.moved(size * forward), step.rates.moved(size * backward))
+    casts = Directions(step.rates.moved(size * forward), step.rates.moved(size * backward))
+    return ProductSpeed(
+        choices,
+        {choice.names[0]: peak for choice in converted},
+        is_below_bf16=True,
+        assumptions=("the MFU is of the peak in bf16, though products run in float8",),
+        saves_inputs_late=True,
+        casts=casts,
+        gathers_less=gathers_less,
+        # Two gathers of the forward send half the bytes.
+        tensor_gathers_less=section.recipe_name == "tensorwise",
+    )
 
 
 def _cast_inputs(step: StepSizes, linear: Float8Choice, choices: Sequence[Float8Choice]) -> float:

@@ -4,7 +4,7 @@
     modules.py   the linears of a model
     base.py      the frozen weights of a run, by hash    digests.py  those hashes
     source.py    adapters and their base as one model    peft.py     PEFT's files
-    plan_memory.py, plan_speed.py   what its products keep, need and cost
+    plan_memory.py  what its products keep and need
 
 The keys are `titanlite.config.sections.Lora`. Files that need torch are imported where they are
 used.
@@ -13,6 +13,7 @@ used.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace as replace_fields
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -78,11 +79,6 @@ class LoraFeature(Feature):
 
         freeze(model)
 
-    def after_sharding(self, builder: ModelBuilder, model: nn.Module) -> None:
-        from titanlite.features.lora.modules import skip_unused_gathers
-
-        skip_unused_gathers(model)
-
     def init_rule(self, rule: InitRule, spec: ModelSpec, args: Any) -> InitRule:
         adapters = self.adapters(spec, args)
 
@@ -132,9 +128,8 @@ class LoraFeature(Feature):
         from titanlite.features.lora.plan_memory import LoraMemory
 
         adapters = self.adapters(sizes.run.spec, sizes.args)
-        sizes.products = LoraMemory(adapters, sizes.products, self.section.dropout > 0)
+        sizes.products = LoraMemory(adapters, self.section.dropout > 0)
 
     def plan_speed(self, step: StepSizes) -> None:
-        from titanlite.features.lora.plan_speed import with_adapters
-
-        step.products = with_adapters(step, self.adapters(step.spec, step.args))
+        note = "the time is that of training all weights: frozen ones need no gradients"
+        step.products = replace_fields(step.products, assumptions=(note,))

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 from titanlite.config.errors import Problem
 from titanlite.config.rules import Rule, is_set, several
 from titanlite.config.toml import quote
-from titanlite.dist import ParallelismError
 from titanlite.features.lora.settings import (
     ALL,
-    adapters_of,
     candidates,
     is_target,
     names_at_hf,
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
 RANK = "lora.rank"
 TARGETS = "lora.targets"
 _TP = "training.tensor_parallel_degree"
+_PP = "experimental.pipeline_parallel_degree"
 
 NEEDS = [
     Rule(
@@ -37,6 +36,14 @@ NEEDS = [
 ]
 EXCLUDES = [
     Rule(RANK, bool, _TP, several, "adapters are small: shard the model by FSDP"),
+    Rule(RANK, bool, _PP, several, "adapters are small: shard the model by FSDP"),
+    Rule(
+        RANK,
+        bool,
+        "float8.enable_float8_linear",
+        True,
+        "frozen weights are in training.mixed_precision_param",
+    ),
     Rule(
         RANK,
         bool,
@@ -69,7 +76,7 @@ EXCLUDES = [
 
 
 def problems(run: RunConfig, args: Any) -> Iterator[Problem]:
-    """Find targets that the model does not have, and pipeline stages without one."""
+    """Find targets that the model does not have."""
     args = replace(args, vocab_size=args.vocab_size or 1)
     sizes = candidates(run.spec, args)
     theirs = names_at_hf(run.spec, args)
@@ -82,21 +89,3 @@ def problems(run: RunConfig, args: Any) -> Iterator[Problem]:
         if is_target(entry, run.spec.head, theirs.get(run.spec.head, "")):
             message = f"{quote(entry)} is the head, which gets no adapter"
         yield Problem("unknown-value", TARGETS, message, names_like(entry, [*words, ALL]))
-    yield from _idle_stages(run, args)
-
-
-def _idle_stages(run: RunConfig, args: Any) -> Iterator[Problem]:
-    """Other ranks would wait for ever for a stage that trains nothing."""
-    pipeline = run.features.pipeline
-    if pipeline is None or run.spec.pipeline_costs is None:
-        return
-    adapted = adapters_of(run.lora, run.spec, args).sizes
-    try:
-        stages = pipeline.layout(run.spec, args, 1).stages
-    except ParallelismError:  # the pipeline reports it
-        return
-    for stage in stages:
-        begins = tuple(f"{name}." for name in stage)
-        if adapted and not any(name.startswith(begins) for name in adapted):
-            message = f"leaves nothing to train in the pipeline stage from {stage[0]} on"
-            yield Problem("divide", TARGETS, message, "name linears of every stage")

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titanlite.parallel.init import part_of
 
 #: Numbers that are hashed at a time: they take 16 bytes each.
 _AT_ONCE = 1 << 22
@@ -44,11 +46,19 @@ def digests_of(tensors: Mapping[str, Tensor], names: list[str]) -> dict[str, str
     halves = torch.zeros(len(names), 2, dtype=torch.int64)
     for index, name in enumerate(names):
         tensor = tensors.get(name)
-        if tensor is None or not _counts_here(tensor):
+        if tensor is None:
             continue
-        total = _sum(*_part(tensor))
-        halves[index, 0] = total & _MASK
-        halves[index, 1] = total >> 32
+        # Of ranks that hold the same part, the first counts it.
+        copies = [dist.get_rank()]
+        if isinstance(tensor, DTensor):
+            place: Any = tensor.device_mesh.get_coordinate()
+            ways = zip(place, tensor.placements, strict=True)
+            copies = [number for number, placement in ways if placement.is_replicate()]
+        if not any(copies):
+            part, offset = part_of(tensor)
+            total = _sum(part, offset, tuple(tensor.shape))
+            halves[index, 0] = total & _MASK
+            halves[index, 1] = total >> 32
     halves = halves.to(device)
     dist.all_reduce(halves)
     found = {}
@@ -67,67 +77,32 @@ def _text(total: int) -> str:
     return f"{total:016x}"
 
 
-def _counts_here(tensor: Tensor) -> bool:
-    """Return whether this rank is the first of those that hold the same part."""
-    if not isinstance(tensor, DTensor):
-        return dist.get_rank() == 0
-    mesh = tensor.device_mesh
-    place = mesh.get_coordinate()
-    assert place is not None
-    copies = zip(place, tensor.placements, strict=True)
-    return not any(index for index, placement in copies if placement.is_replicate())
-
-
-def _part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
-    shape = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
-        return tensor, (0,) * len(shape), shape
-    _, offset = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local(), tuple(offset), shape
-
-
 @torch.no_grad()
 def _sum(part: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """shape: of the whole, a stack of matrices or less."""
+    """offset: where the part begins in the whole. shape: of the whole."""
     if part.numel() == 0:
         return 0
     if part.ndim < 2:
         part = part.reshape(-1, 1)
-        offset = (*offset, 0)[-2:] if offset else (0, 0)
+        offset = (*(offset or (0,)), 0)
         shape = (*(shape or (1,)), 1)
-    total = 0
-    for matrix, first in _matrices(part, offset, shape):
-        rows = max(_AT_ONCE // matrix.shape[1], 1)
-        for start in range(0, matrix.shape[0], rows):
-            piece = matrix[start : start + rows]
-            total += _sum_of_rows(piece, first + start, offset[-1])
-    return total % (1 << 64)
-
-
-def _matrices(
-    part: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]
-) -> Iterator[tuple[Tensor, int]]:
-    """Yield the matrices of a part with their first row in the whole."""
-    if part.ndim == 2:
-        yield part, offset[0]
-        return
-    each = 1
-    for size in shape[1:-1]:
-        each *= size
-    for index, inner in enumerate(part, offset[0]):
-        for matrix, first in _matrices(inner, offset[1:], shape[1:]):
-            yield matrix, index * each + first
-
-
-def _sum_of_rows(piece: Tensor, first: int, column: int) -> int:
-    bits = piece.detach().to(torch.bfloat16).contiguous().view(torch.int16)
-    words = bits.to(torch.int64).bitwise_and_(0xFFFF)
-    places = torch.arange(column, column + bits.shape[1], device=bits.device)
+    # Number of each row in the whole, over all dimensions but the last.
+    numbers = torch.zeros((), dtype=torch.int64, device=part.device)
+    for size, first, whole in zip(part.shape[:-1], offset, shape, strict=False):
+        here = torch.arange(first, first + size, device=part.device)
+        numbers = numbers.unsqueeze(-1) * whole + here
+    columns = part.shape[-1]
+    places = torch.arange(offset[-1], offset[-1] + columns, device=part.device)
     # Four neighbours have one factor, as the 16 bits each of one number of 64.
     factors = _mixed(places // _WORD, _COLUMN) << (places % _WORD * 16)
-    sums = (words * factors).sum(1)
-    rows = torch.arange(first, first + len(sums), device=bits.device)
-    return int((sums * _mixed(rows, _ROW)).sum())
+    at_once = max(_AT_ONCE // columns, 1)
+    rows = part.detach().flatten(0, -2).split(at_once)
+    total = 0
+    for piece, row in zip(rows, numbers.flatten().split(at_once), strict=True):
+        bits = piece.to(torch.bfloat16).contiguous().view(torch.int16)
+        words = bits.to(torch.int64).bitwise_and_(0xFFFF)
+        total += int(((words * factors).sum(1) * _mixed(row, _ROW)).sum())
+    return total % (1 << 64)
 
 
 def _mixed(places: Tensor, factor: int) -> Tensor:

@@ -15,12 +15,10 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from titanlite.checkpoint.storage import adapter_names
 from titanlite.features.lora.settings import DOWN, UP, Adapters
 from titanlite.parallel.feature_linear import FeatureLinear
-from titanlite.parallel.fsdp_private import prefetched_in_backward, shares_group
 
 
 def add_adapters(
@@ -32,7 +30,7 @@ def add_adapters(
     target that is no linear.
     """
     modules = dict(model.named_modules())
-    targets = {name: modules[name] for name in adapters.sizes if name in modules}
+    targets: dict[str, Any] = {name: modules[name] for name in adapters.sizes if name in modules}
     for name, module in targets.items():
         if not isinstance(module, nn.Linear):
             raise TypeError(f"{name} is a {type(module).__name__}, and adapters belong to linears")
@@ -40,8 +38,18 @@ def add_adapters(
     for parameter in model.parameters():
         if parameter.dtype != frozen_dtype:
             parameter.data = parameter.data.to(frozen_dtype)
-    for name, module in targets.items():
-        _adapt(cast(nn.Linear, module), adapters, dropout, dtypes[name])
+    for name, linear in targets.items():
+        options: dict[str, Any] = {"dtype": dtypes[name], "device": linear.weight.device}
+        down = torch.empty(adapters.rank, linear.in_features, **options)
+        up = torch.empty(linear.out_features, adapters.rank, **options)
+        linear.register_parameter(DOWN, nn.Parameter(down))
+        linear.register_parameter(UP, nn.Parameter(up))
+        kind: Any = type(linear)
+        linear.__class__ = _adapted(kind)
+        linear.adapter_rank = adapters.rank
+        linear.scale = adapters.scale
+        # Activation checkpointing looks for a rate of this name, to draw the same numbers again.
+        linear.dropout = dropout
 
 
 def freeze(model: nn.Module) -> None:
@@ -49,49 +57,6 @@ def freeze(model: nn.Module) -> None:
     trained = adapter_names(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
-
-
-def skip_unused_gathers(model: nn.Module) -> None:
-    """Let no backward gather groups before the first adapter, as a frozen embedding.
-
-    torch gathers one group ahead, and the backward never comes to these. Call it after
-    `fully_shard`.
-    """
-    idle: list[FSDPModule] = []
-    first: FSDPModule | None = None
-    for module in model.modules():
-        # Modules of one group share its weights, which may be needed later.
-        if not isinstance(module, FSDPModule) or module is model or shares_group(module):
-            continue
-        if adapter_names(module):
-            first = module
-            break
-        idle.append(module)
-    if first is None or not idle:
-        return
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            later = prefetched_in_backward(module)
-            needed = [one for one in later if one not in idle]
-            if module is first or len(needed) < len(later):
-                # Gathered already; an empty list would mean torch's own choice.
-                module.set_modules_to_backward_prefetch(needed or [module])
-
-
-def _adapt(linear: nn.Linear, adapters: Adapters, dropout: float, dtype: torch.dtype) -> None:
-    rank = adapters.rank
-    options: dict[str, Any] = {"dtype": dtype, "device": linear.weight.device}
-    down = torch.empty(rank, linear.in_features, **options)
-    up = torch.empty(linear.out_features, rank, **options)
-    linear.register_parameter(DOWN, nn.Parameter(down))
-    linear.register_parameter(UP, nn.Parameter(up))
-    cls: Any = type(linear)
-    linear.__class__ = _adapted(cls)
-    adapted: Any = linear
-    adapted.adapter_rank = rank
-    adapted.scale = adapters.scale
-    # Activation checkpointing looks for a rate of this name, to draw the same numbers again.
-    adapted.dropout = dropout
 
 
 # One class for all linears of a kind: `torch.compile` compiles each class again.

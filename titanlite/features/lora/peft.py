@@ -177,6 +177,12 @@ def save_peft(
 
 
 def _config(adapters: Adapters, names: Mapping[str, str], base: str) -> dict[str, Any]:
+    # Last words of names, but whole names where other linears share the last word.
+    others = {name.rpartition(".")[2] for ours, name in names.items() if ours not in adapters.sizes}
+    targets: dict[str, None] = {}
+    for linear in adapters.sizes:
+        last = names[linear].rpartition(".")[2]
+        targets[names[linear] if last in others else last] = None
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -185,19 +191,9 @@ def _config(adapters: Adapters, names: Mapping[str, str], base: str) -> dict[str
         "lora_alpha": adapters.alpha,
         "use_rslora": adapters.rslora,
         "lora_dropout": 0.0,
-        "target_modules": _target_modules(adapters, names),
+        "target_modules": list(targets),
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
     }
-
-
-def _target_modules(adapters: Adapters, names: Mapping[str, str]) -> list[str]:
-    """Return last words of names, but whole names where other linears share the last word."""
-    others = {name.rpartition(".")[2] for ours, name in names.items() if ours not in adapters.sizes}
-    found: dict[str, None] = {}
-    for linear in adapters.sizes:
-        last = names[linear].rpartition(".")[2]
-        found[names[linear] if last in others else last] = None
-    return list(found)

@@ -25,8 +25,6 @@ class LoraMemory(ProductMemory):
     trains: ClassVar[bool] = False
 
     adapters: Adapters = field(hash=False)
-    #: The products themselves.
-    frozen: ProductMemory
     drops: bool
 
     @cached_property
@@ -34,10 +32,8 @@ class LoraMemory(ProductMemory):
         return frozenset(self.adapters.kinds)
 
     def op(self, product: Product) -> Op:
-        plain = replace(self.frozen.op(product), weight=0)
-        if type(self.frozen) is ProductMemory:
-            # Only the gradient of the weight would need the input.
-            plain = replace(plain, saves=())
+        # Only the gradient of the weight would need the input.
+        plain = replace(super().op(product), weight=0, saves=())
         if product.key not in self.kinds:
             return plain
         inputs = product.tokens * product.columns * product.size
@@ -47,7 +43,7 @@ class LoraMemory(ProductMemory):
         if self.drops:
             # What is left of the input, and a byte for each number of it.
             keeps += inputs + product.tokens * product.columns
-            saves = plain.saves
+            saves = ()
         return replace(
             plain,
             saves=saves,
@@ -57,9 +53,6 @@ class LoraMemory(ProductMemory):
             backward=max(plain.backward, inputs),
             weight=self.adapters.rank * (product.rows + product.columns) * product.size,
         )
-
-    def gathered_bytes(self, key: str) -> int:
-        return self.frozen.gathered_bytes(key)
 
     def weights(self, module: str, own: list[Weight], shards: int) -> list[Weight]:
         rank = self.adapters.rank

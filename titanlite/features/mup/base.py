@@ -40,23 +40,18 @@ def base_args(args: LlamaArgs, dim: int, given: Mapping[str, Any]) -> Any:
             message = f"{name} is no width of this model, and not its depth"
             raise ShapeError(Problem("model", name, message, f"there are {', '.join(known)}"))
     checked = checked_fields(type(args), given, "")
-    changes = {**_narrower(args, dim, known), **checked, "dim": dim}
+    changes: dict[str, Any] = {"dim": dim}
+    for name in _SCALED:
+        width = getattr(args, name) if name in known else None
+        if width and dim != args.dim:
+            steps = round(width * dim / args.dim / _MULTIPLE)
+            changes[name] = max(steps, 1) * _MULTIPLE
+    changes |= checked
     if "n_heads" not in given:
         changes["n_heads"] = _heads(args, dim)
     if args.n_kv_heads is not None and "n_kv_heads" not in given:
         changes["n_kv_heads"] = _groups(args, changes["n_heads"])
     return replace(args, **changes)
-
-
-def _narrower(args: LlamaArgs, dim: int, known: list[str]) -> dict[str, int]:
-    """Return the widths that follow from `dim`, in multiples of 8."""
-    found = {}
-    for name in _SCALED:
-        width = getattr(args, name) if name in known else None
-        if width and dim != args.dim:
-            steps = round(width * dim / args.dim / _MULTIPLE)
-            found[name] = max(steps, 1) * _MULTIPLE
-    return found
 
 
 def _heads(args: LlamaArgs, dim: int) -> int:

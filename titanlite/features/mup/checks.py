@@ -57,26 +57,21 @@ def problems(run: RunConfig, args: Any) -> Iterator[Problem]:
             yield Problem("model", key, message, problem.remedy)
         return
     rules = Rules(run.spec, args, base)
-    yield from _without_gain(rules)
     yield from _decayed_offsets(run, rules)
-
-
-def _without_gain(rules: Rules) -> Iterator[Problem]:
-    are_wider = head_width(rules.args) != head_width(rules.base)
-    if are_wider and getattr(rules.args, "unit_qk", False):
+    are_wider = head_width(args) != head_width(base)
+    if are_wider and getattr(args, "unit_qk", False):
         message = "scales scores by queries, and unit_qk divides these by their size"
         yield Problem(
             "conflict", KEY, message, "take heads of one width, or model.overrides.unit_qk = false"
         )
-    if rules.args.norm_type != "np_layernorm":
+    if args.norm_type != "np_layernorm":
         return
-    if rules.args.tied and rules.args.dim != rules.base.dim:
+    if args.tied and args.dim != base.dim:
         message = "scales the logits of a tied head by its norm, and np_layernorm has no weight"
         yield Problem(
             "conflict", KEY, message, "set model.overrides.tied = false, or another norm_type"
         )
-    is_deeper = rules.args.n_layers != rules.base.n_layers
-    if is_deeper and rules.args.norm_placement != "before":
+    if args.n_layers != base.n_layers and args.norm_placement != "before":
         message = "scales what a block adds by its norms, and np_layernorm has no weight"
         yield Problem(
             "conflict", f"{TABLE}.n_layers", message, "leave it out, or take another norm_type"

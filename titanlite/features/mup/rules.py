@@ -105,7 +105,10 @@ class Rules:
         gradient = 1.0 if ratios.outputs == 1 else self.base.dim / self.args.dim
         if _LAYER.match(name):
             gradient *= self._depth
-        return Factors(_init_factor(ratios) * held, rate * held, gradient / held)
+        init = 1.0
+        if ratios.inputs != 1:
+            init = 1 / ratios.inputs if ratios.outputs == 1 else ratios.inputs**-0.5
+        return Factors(init * held, rate * held, gradient / held)
 
     def ratios(self, name: str) -> Ratios:
         module = _module_of(name)
@@ -133,7 +136,10 @@ class Rules:
         """Return the names of all parameters but a tied head, in the model's order."""
         found = [f"{_EMBEDDING}.weight"]
         for name, block in self.args.blocks().items():
-            found += [f"{name}.{_parameter_of(kind)}" for kind in block.parameters()]
+            for kind in block.parameters():
+                is_stack = kind.startswith("feed_forward.experts.")
+                is_whole = is_stack or kind.endswith(".bias")
+                found.append(f"{name}.{kind}" if is_whole else f"{name}.{kind}.weight")
         if self.args.norm_type != "np_layernorm":
             found.append(f"{_LAST_NORM}.weight")
         if not self.args.tied:
@@ -158,8 +164,16 @@ class Rules:
             return 1 / self._embedding
         if kind == _LAST_NORM and self.args.tied:
             return self._embedding / (self.args.dim / self.base.dim)
-        if kind.removesuffix(".bias") == self._query:
-            return self._scores
+        # The last weight that multiplies all of a query.
+        query = "attention.q_norm" if self.args.qk_norm else "attention.wq"
+        if self.args.is_latent:
+            query = "attention.wq_b" if getattr(self.args, "q_lora_rank", 0) else "attention.wq"
+        if kind.removesuffix(".bias") == query:
+            # Scores fall with 1 / head_dim.
+            wanted = head_width(self.base) / head_width(self.args)
+            if wanted == 1:
+                return 1.0
+            return wanted / (_score_scale(self.args) / _score_scale(self.base))
         if self.args.norm_placement == "before":
             adds = _RESIDUAL.fullmatch(kind) is not None
         else:
@@ -174,29 +188,8 @@ class Rules:
     def _depth(self) -> float:
         return self.base.n_layers / self.args.n_layers
 
-    @cached_property
-    def _scores(self) -> float:
-        """The multiplier of queries that makes the scale of scores fall with 1 / head_dim."""
-        wanted = head_width(self.base) / head_width(self.args)
-        if wanted == 1:
-            return 1.0
-        return wanted / (_score_scale(self.args) / _score_scale(self.base))
-
-    @cached_property
-    def _query(self) -> str:
-        """The last weight that multiplies all of a query."""
-        if self.args.is_latent:
-            return "attention.wq_b" if getattr(self.args, "q_lora_rank", 0) else "attention.wq"
-        return "attention.q_norm" if self.args.qk_norm else "attention.wq"
-
     def _is_offset(self, name: str) -> bool:
         return self.args.norm_offset and kind_of(_module_of(name)).endswith("norm")
-
-
-def _init_factor(ratios: Ratios) -> float:
-    if ratios.inputs == 1:
-        return 1.0
-    return 1 / ratios.inputs if ratios.outputs == 1 else ratios.inputs**-0.5
 
 
 def _score_scale(args: LlamaArgs) -> float:
@@ -234,8 +227,3 @@ def _largest(size: Size) -> int:
 
 def _module_of(name: str) -> str:
     return name.removesuffix(".weight")
-
-
-def _parameter_of(kind: str) -> str:
-    is_stack = kind.startswith("feed_forward.experts.")
-    return kind if is_stack or kind.endswith(".bias") else f"{kind}.weight"

@@ -31,20 +31,10 @@ def pipeline_events(step: StepEvents) -> Iterator[Event]:
     if schedule not in ("GPipe", "LoopedBFS"):
         replayed = min(pieces, 4 * ranks)
     for kind, index in actions(schedule, ranks, step.sizes.pipeline_rank, len(stages), replayed):
-        yield from _work(step, kind, stages[index])
+        if kind == "F":
+            yield from step.forward(stages[index])
+        else:
+            yield from step.backward(stages[index], frees=False)
     for group in step.sizes.groups:
         yield from step.groups.free(group)
         yield from step.groups.reduce(group, made=0, ahead=0)
-
-
-def _work(step: StepEvents, kind: str, stage: list[str]) -> Iterator[Event]:
-    # The first stage has no first half of a backward, and all in the second.
-    is_first = "tok_embeddings" in stage
-    if kind == "F":
-        yield from step.forward(stage)
-    elif kind == "I":
-        if not is_first:
-            yield from step.first_half(stage)
-    else:
-        is_second_half = kind == "W" and not is_first
-        yield from step.backward(stage, frees=False, second_half=is_second_half)

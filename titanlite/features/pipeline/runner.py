@@ -19,8 +19,6 @@ from titanlite.parallel.fsdp import free_gathered
 from titanlite.parallel.schedules import SCHEDULES
 
 if TYPE_CHECKING:
-    from torch.distributed.pipelining import PipelineStage
-
     from titanlite.data.loader import Batch
     from titanlite.parallel.parallelize import ModelBuilder
 
@@ -64,42 +62,43 @@ class Pipeline:
         """Run steps of so many micro-batches. seq_len: tokens of a row on this rank."""
         self._seq_len = seq_len
         # It loads the compiler.
+        from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
 
-        count = len(self._model.layout.stages)
-        stages = [self._stage(number, count) for number in self._model.stages]
-        self._schedule = get_schedule_class(self._name)(
-            stages[0] if SCHEDULES[self._name].stages == "one" else stages,
-            self._microbatches * accumulation,
-            loss_fn=self._loss_share,
-            # Each piece's loss is divided by the tokens of the whole step, so gradients add up as
-            # they are.
-            scale_grads=False,
-        )
-
-    def _stage(self, number: int, count: int) -> PipelineStage:
-        """With known shapes torch does not run the model once to infer them."""
-        from torch.distributed.pipelining import PipelineStage
+        def loss_share(output: Tensor, labels: Tensor) -> Tensor:
+            return self._loss_of(output, labels, self._loss) / self._tokens
 
         builder = self._builder
         rows = builder.run.batch.micro_batch_size // self._microbatches
-        tokens = torch.empty(rows, self._seq_len, dtype=torch.int64, device="meta")
+        tokens = torch.empty(rows, seq_len, dtype=torch.int64, device="meta")
         hidden = self._hidden(tokens, "meta")
-        vocab = builder.args.vocab_size
-        logits = torch.empty(*tokens.shape, vocab, dtype=builder.param_dtype, device="meta")
-        loss = torch.empty((), device="meta")
-        taken = tokens if number == 0 else hidden.clone().requires_grad_()
-        made = hidden.clone()
-        if number == count - 1:
-            made = loss if self._chunked else logits
-        return PipelineStage(
-            self._model.stages[number],
-            number,
-            count,
-            self._device,
-            input_args=(taken,),
-            output_args=(made.requires_grad_(),),
-            group=self._model.pipeline_group,
+        result = torch.empty((), device="meta")
+        if not self._chunked:
+            shape = (*tokens.shape, builder.args.vocab_size)
+            result = torch.empty(shape, dtype=builder.param_dtype, device="meta")
+        count = len(self._model.layout.stages)
+        stages = []
+        for number, model in self._model.stages.items():
+            taken = tokens if number == 0 else hidden.clone().requires_grad_()
+            made = result if number == count - 1 else hidden.clone()
+            # With known shapes torch does not run the model once to infer them.
+            stage = PipelineStage(
+                model,
+                number,
+                count,
+                self._device,
+                input_args=(taken,),
+                output_args=(made.requires_grad_(),),
+                group=self._model.pipeline_group,
+            )
+            stages.append(stage)
+        self._schedule = get_schedule_class(self._name)(
+            stages[0] if SCHEDULES[self._name].stages == "one" else stages,
+            self._microbatches * accumulation,
+            loss_fn=loss_share,
+            # Each piece's loss is divided by the tokens of the whole step, so gradients add up as
+            # they are.
+            scale_grads=False,
         )
 
     def _hidden(self, tokens: Tensor, device: torch.device | str) -> Tensor:
@@ -109,9 +108,6 @@ class Pipeline:
         rows, seq_len = tokens.shape
         shape = (rows, seq_len // self._builder.tp, self._builder.args.dim)
         return torch.empty(shape, dtype=self._builder.param_dtype, device=device)
-
-    def _loss_share(self, output: Tensor, labels: Tensor) -> Tensor:
-        return self._loss_of(output, labels, self._loss) / self._tokens
 
     def _loss_of(self, output: Tensor, labels: Tensor, loss: LossFunction) -> Tensor:
         return output if self._chunked else loss(output, labels)

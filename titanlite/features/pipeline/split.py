@@ -61,11 +61,25 @@ def split_stages(
     """
     names = list(costs)
     count = stage_count(schedule, degree, split_points)
-    if split_points:
-        cuts = _named_cuts(names, split_points)
-    else:
-        cuts = balance_stages(list(costs.values()), count)
-    bounds = [0, *cuts, len(names)]
+    bounds = [0]
+    for point in split_points:
+        if point not in names:
+            close = "".join(f" (did you mean {name}?)" for name in nearest(point, names))
+            raise ParallelismError(
+                f"no stage can start at {point!r}{close}: the model's pieces are {names[0]}, "
+                f"{names[1]} to {names[-3]}, {', '.join(names[-2:])}"
+            )
+        cut = names.index(point)
+        if cut <= bounds[-1]:
+            raise ParallelismError(
+                f"{point} does not come after {names[bounds[-1]]}, where the stage before it "
+                "starts. Name the modules that start all stages but the first, in the order they "
+                "run"
+            )
+        bounds.append(cut)
+    if not split_points:
+        bounds += balance_stages(list(costs.values()), count)
+    bounds.append(len(names))
     stages = tuple(tuple(names[first:last]) for first, last in itertools.pairwise(bounds))
     for stage in stages:
         if not any(costs[name].parameters for name in stage):
@@ -77,25 +91,6 @@ def split_stages(
     else:
         ranks = tuple(stage % degree for stage in range(len(stages)))
     return StageLayout(stages, ranks, tuple(costs.items()))
-
-
-def _named_cuts(names: Sequence[str], points: Sequence[str]) -> list[int]:
-    cuts = [0]
-    for point in points:
-        if point not in names:
-            close = "".join(f" (did you mean {name}?)" for name in nearest(point, names))
-            raise ParallelismError(
-                f"no stage can start at {point!r}{close}: the model's pieces are {names[0]}, "
-                f"{names[1]} to {names[-3]}, {', '.join(names[-2:])}"
-            )
-        cut = names.index(point)
-        if cut <= cuts[-1]:
-            raise ParallelismError(
-                f"{point} does not come after {names[cuts[-1]]}, where the stage before it starts. "
-                "Name the modules that start all stages but the first, in the order they run"
-            )
-        cuts.append(cut)
-    return cuts[1:]
 
 
 def balance_stages(costs: Sequence[Cost], stages: int) -> list[int]:

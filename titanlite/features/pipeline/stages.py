@@ -7,6 +7,7 @@ model = PipelineModel(stages, layout, mesh)  # when each stage is divided and wr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import cast
 
@@ -26,27 +27,25 @@ def cut_stages(
     build: makes the whole model, best on the meta device. Raises ParallelismError for a parameter
     outside of all stages: each would train a copy.
     """
-    return {stage: _without_others(build(), layout, stage) for stage in layout.on(rank)}
-
-
-def _without_others(model: nn.Module, layout: StageLayout, stage: int) -> nn.Module:
-    for other, names in enumerate(layout.stages):
-        if other == stage:
-            continue
-        for name in names:
+    found = {}
+    for stage in layout.on(rank):
+        model = build()
+        for name in itertools.chain(*layout.stages):
+            if name in layout.stages[stage]:
+                continue
             parent, _, leaf = name.rpartition(".")
             holder = model.get_submodule(parent)
             if isinstance(holder, nn.ModuleDict):
                 del holder[leaf]
             else:
                 setattr(holder, leaf, None)
-    own = tuple(f"{name}." for name in layout.stages[stage])
-    left = [name for name, _ in model.named_parameters() if not name.startswith(own)]
-    if left:
-        raise ParallelismError(
-            f"no stage of the pipeline has {', '.join(left)}: pipeline_costs must name its module"
-        )
-    return model
+        own = tuple(f"{name}." for name in layout.stages[stage])
+        left = [name for name, _ in model.named_parameters() if not name.startswith(own)]
+        if left:
+            message = f"no stage of the pipeline has {', '.join(left)}"
+            raise ParallelismError(f"{message}: pipeline_costs must name its module")
+        found[stage] = model
+    return found
 
 
 class PipelineModel(nn.Module):

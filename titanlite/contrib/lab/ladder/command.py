@@ -36,7 +36,6 @@ def add_command(commands: Commands) -> None:
     add("--folder", folder, "FOLDER", type=Path)
     add("--dry-run", "print the runs and their tokens, and run nothing")
     add("--nproc-per-node", "ranks of each run (default: 1)", "N", type=at_least(1))
-    parser.set_defaults(gpus=None, gpu=None, instance=None, nodes=None)
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:

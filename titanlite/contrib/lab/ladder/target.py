@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from titanlite.cli.parser import files_of
-from titanlite.cli.plan.plan import ranks_of
 from titanlite.config.checks import placed
 from titanlite.config.errors import Problem, refuse
 from titanlite.config.load import read
@@ -16,6 +15,7 @@ from titanlite.config.sections import Config
 from titanlite.contrib.lab.ladder.law import LadderError
 from titanlite.models.counts import count_multiplied_parameters
 from titanlite.models.llama import LlamaArgs
+from titanlite.plan.hardware import ranks_of
 from titanlite.plan.memory import with_vocabulary
 from titanlite.resolve.load import resolve
 from titanlite.run.config import RunConfig
@@ -45,7 +45,9 @@ def target_of(arguments: argparse.Namespace, flags: Sequence[str]) -> Target:
     refuse(problems)
     # What this machine lacks matters only to runs on it.
     runs = not arguments.dry_run
-    config, run = resolve(config, ranks_of(arguments, config), problems, machine=runs, texts=True)
+    launch = config.sections.launch
+    ranks = ranks_of(launch) if launch.instance_type or launch.gpus_per_node else None
+    config, run = resolve(config, ranks, problems, machine=runs, texts=True)
     refuse(placed(config, _obstacles(config.sections)))
     run = with_vocabulary(run)
     args = run.model_args()
