@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -139,37 +138,6 @@ def test_the_table_of_many_ranks_shows_the_culprit_and_counts_the_rest() -> None
 def test_deadlines_follow_the_timeouts(stall: Any, comm: Any, deadlines: tuple[float, ...]) -> None:
     dog = HangWatchdog(Stall(**stall), Comm(**comm))
     assert (dog._deadline, dog._patience, dog._heartbeat) == pytest.approx(deadlines)
-
-
-def test_reading_a_stack_keeps_no_object_of_it_alive() -> None:
-    """Tensors of a step would stay in memory until the next garbage collection."""
-
-    class Batch:
-        pass
-
-    made: list[weakref.ref[Batch]] = []
-    ready = threading.Event()
-    done = threading.Event()
-
-    def train() -> None:
-        batch = Batch()
-        made.append(weakref.ref(batch))
-        ready.set()
-        done.wait(LONG)
-
-    thread = threading.Thread(target=train)
-    gc.disable()
-    try:
-        thread.start()
-        ready.wait(LONG)
-        assert thread.ident is not None
-        places, _ = _stack(thread.ident)
-        done.set()
-        thread.join()
-        assert any(place.endswith(" train") for place in places)
-        assert made[0]() is None
-    finally:
-        gc.enable()
 
 
 def test_no_garbage_is_collected_while_a_stack_is_read() -> None:
@@ -619,29 +587,3 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert report[3].endswith("no answer")
     assert re.match(culprit, report[4])
     assert report[4] in done.stdout
-
-
-def _raise_alone(_: DistEnv) -> list[int]:
-    """Return how often a rank says that it ends, where nothing and where something ends it."""
-    ended: list[int] = []
-    announced = []
-    for end in (None, ended.append):
-        with (
-            mock.patch.object(watchdog, "_UNWIND_SECONDS", 0.05),
-            listening() as said,
-            pytest.raises(OSError),
-            HangWatchdog(end=end) as dog,
-        ):
-            dog.failed(OSError("disk"))
-            if end is None:
-                time.sleep(0.2)
-            else:
-                _until(lambda: ended)
-            raise OSError("disk")
-        announced.append(sum("this rank ends here" in line for line in said))
-    assert ended == [exit_codes.ERROR]
-    return announced
-
-
-def test_a_watchdog_that_only_logs_announces_no_end(pool: Pools) -> None:
-    assert pool(1).run(_raise_alone) == [[0, 1]]
