@@ -27,7 +27,7 @@ from titanlite.dist.signals import (
     exit_on_signals,
 )
 from titanlite.resolve.load import check_config
-from titanlite.utils import MissingPackageError, logger, require, say
+from titanlite.utils import MissingPackageError, logger, require
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -111,7 +111,9 @@ def run(argv: Sequence[str]) -> int:
             for callback in parts.callbacks:
                 callback.on_exit(stop)
         except (StopRequested, KeyboardInterrupt) as error:
-            return _stopped(error)
+            from titanlite.assembly.failure import print_stop
+
+            return print_stop(error)
         except SystemExit as error:
             raise exit_codes.ExitCallError("code that the config names", error) from error
         except Exception as error:
@@ -141,14 +143,6 @@ def _without_collector() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def _stopped(error: BaseException) -> int:
-    """Return the code of a run that was asked to stop; say so where nothing has logged it."""
-    together = getattr(error, "together", False)
-    if not together and os.environ.get("LOCAL_RANK", "0") == "0":
-        say(f"stopped: {str(error) or 'second Ctrl-C'}")
-    return exit_codes.code_of(error)
 
 
 class _Rank:
@@ -259,28 +253,22 @@ class _Rank:
     @contextlib.contextmanager
     def opened(self) -> Iterator[DistEnv]:
         """Start the process group, this rank's log and the watchdog, and end them."""
-        from titanlite.assembly.folders import TRACES
         from titanlite.dist.dist_env import DistEnv
-        from titanlite.runs.logs import FOLDER as LOGS
+        from titanlite.runs import TRACES
         from titanlite.runs.logs import rank_log
 
-        comm = self.config.comm
-        traces = str(self.folder / TRACES)
+        stall, comm = self.config.stall, self.config.comm
         world = DistEnv.open(
             store=self.store,
             init_timeout_seconds=comm.init_timeout_seconds,
             trace_buf_size=comm.trace_buf_size,
-            trace_folder=traces,
+            trace_folder=str(self.folder / TRACES),
         )
         with world as entered, rank_log(self.folder, self.environment.rank):
             if entered.size > 1:
                 from titanlite.metrics.watchdog import HangWatchdog
 
-                traces = traces if entered.device.type == "cuda" else ""
-                logs = str(self.folder / LOGS)
-                self.watchdog = HangWatchdog(
-                    self.config.stall, comm, logs, traces, exit_codes.exit_now
-                )
+                self.watchdog = HangWatchdog(stall, comm, self.folder, exit_codes.exit_now)
             with self.watchdog:
                 yield entered
 

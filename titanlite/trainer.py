@@ -286,12 +286,9 @@ class Trainer:
                 end.state = "stopped"
                 end.step = error.done
                 end.reason = str(error)
+                from titanlite.metrics.anomalies import explain
+
                 self.phase("end")
                 self.poll_saves(wait=True)
-                if not error.applied:  # else the step cannot be computed again
-                    from titanlite.metrics.anomalies import explain
-
-                    runner = self.parts.train_step.runner
-                    explain(error, self.parts.model, runner, self.recent[error.step])
+                explain(self, error)
                 end.reason = str(error)
-                self.parts.anomalies.stopped(error, self.recent[error.step])

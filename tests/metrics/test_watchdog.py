@@ -376,7 +376,7 @@ def _raise(world: DistEnv) -> tuple[list[str], list[str], float]:
     began = time.monotonic()
     took = LONG
     try:
-        with _watching(stall=PATIENT, logs="runs/logs") as (dog, said):
+        with _watching(stall=PATIENT, folder=Path("runs")) as (dog, said):
             dog.on_peer = lambda error: peers.append(f"{exit_codes.code_of(error)} {error}")
             try:
                 _loop(dog, read_shard)

@@ -105,6 +105,14 @@ def print_error(message: str, code: int) -> int:
     return code
 
 
+def print_stop(error: BaseException) -> int:
+    """Return the code of a run that was asked to stop; say so where nothing has logged it."""
+    together = getattr(error, "together", False)
+    if not together and os.environ.get("LOCAL_RANK", "0") == "0":
+        say(f"stopped: {str(error) or 'second Ctrl-C'}")
+    return exit_codes.code_of(error)
+
+
 def print_unforeseen(error: Exception) -> str:
     """Print an unforeseen error with its traceback; return its last line."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
