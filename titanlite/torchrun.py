@@ -152,12 +152,14 @@ def _keep_to_codes() -> None:
         result = monitor(self, group)
         codes = {failure.exitcode for failure in result.failures.values()}
         final = codes.intersection(exit_codes.FINAL)
+        if not final:
+            return result
+        # Where machines wait to join, another torchrun may have stopped all ranks.
         others_wait = False
-        # Where machines wait to join another torchrun may have stopped all ranks. The machine of
-        # the store may have left.
+        # The machine of the store may have left.
         with suppress(RendezvousError):
             others_wait = group.spec.rdzv_handler.num_nodes_waiting() > 0
-        if final - set(exit_codes.STOPPED) or (final and not others_wait):
+        if final - set(exit_codes.STOPPED) or not others_wait:
             self._remaining_restarts = 0
         return result
 
