@@ -258,14 +258,19 @@ def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
 def _rows(path: Path, problems: list[str]) -> tuple[Row, ...]:
     """Training rows get "total_tps", tokens per second over all devices. Raises FileNotFoundError.
 
-    A figure that is no number is left out, and named in `problems`.
+    Texts stand for numbers that are not finite. What is no number, and rows without a step, are
+    left out.
     """
     rows: list[dict[str, float]] = []
     step = 0.0
     tokens = 0.0
     for raw in read_metrics(path, problems):
-        row = _figures(raw, path, problems)
-        if "step" not in row:
+        row: dict[str, float] = {}
+        for name, value in raw.items():
+            if name in _FIGURES or name.startswith(TASKS):
+                with suppress(TypeError, ValueError, OverflowError):
+                    row[name] = float(value)
+        if not math.isfinite(row.get("step", math.inf)):
             continue
         if {"loss", "tokens_seen", "seconds_per_step"} <= row.keys():
             steps = row["step"] - step
@@ -276,33 +281,6 @@ def _rows(path: Path, problems: list[str]) -> tuple[Row, ...]:
             tokens = row["tokens_seen"]
         rows.append(row)
     return tuple(rows)
-
-
-def _figures(raw: Mapping[str, Any], path: Path, problems: list[str]) -> dict[str, float]:
-    """A line without a step has none."""
-    row: dict[str, float] = {}
-    if "step" not in raw:
-        return row
-    for name in raw:
-        if name not in _FIGURES and not name.startswith(TASKS):
-            continue
-        number = _number(raw[name])
-        if number is None or (name == "step" and not abs(number) < 2**63):
-            where = f"{path}: row of step {raw['step']!r:.40}: {name} is {raw[name]!r:.40}"
-            problems.append(f"{where}, not a number; it is left out")
-        else:
-            row[name] = number
-    return row
-
-
-def _number(value: Any) -> float | None:
-    """A text stands for a number that is not finite; None: it is none."""
-    if not isinstance(value, (int, float, str)):
-        return None
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        return None
 
 
 def _config(path: Path) -> dict[str, Any]:
