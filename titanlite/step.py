@@ -186,10 +186,7 @@ class TrainStep:
             share = self.runner.forward_backward(batches, tokens, self.phase)
         self.phase("optimizer")
         layers = square_norms(self.model, share.device) if self.layer_norms else {}
-        if early:
-            square = early.square_norm(share.device)
-        else:
-            square = square_norm(self.model.parameters(), share.device)
+        square = (early or self).square_norm(share.device)
         sums = torch.stack([share / self.factors.loss, square, *layers.values()])
         dist.all_reduce(sums)
         loss = sums[0]
@@ -213,6 +210,10 @@ class TrainStep:
         if self.balance is not None:
             self.balance.update(ok)
         self.after_update()
+
+    def square_norm(self, device: torch.device) -> torch.Tensor:
+        """Return this rank's share of the squared gradient norm."""
+        return square_norm(self.model.parameters(), device)
 
     def _update(self, norm: torch.Tensor, ok: torch.Tensor, lr: float) -> None:
         """Clip the gradients, take the optimizer's step if `ok` is set, and free the gradients."""
