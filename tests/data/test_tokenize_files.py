@@ -64,10 +64,8 @@ def test_threads_give_the_same_corpus_as_the_plain_way(
 @pytest.mark.parametrize(
     ("marks", "raw", "first"),
     [
-        ([9, 30], {}, "a.jsonl, line 9: token id 3000 is outside"),
         ([30], {12: "{"}, "a.jsonl, line 12: not valid JSON"),
         ([11], {12: "{"}, "a.jsonl, line 11: token id 3000 is outside"),
-        ([], {12: '{"txt": ""}', 14: "{"}, "a.jsonl, line 12: the key 'text' is missing"),
     ],
 )
 def test_the_first_error_in_the_file_is_the_one_that_is_named(

@@ -372,3 +372,15 @@ def test_experts_that_ranks_share(pool: Pools, tmp_path: Path) -> None:
         for name, tensor in found["end"].items():
             changed = not torch.equal(tensor, found["start"][name])
             assert changed == (name in found["adapters"]), name
+
+
+@pytest.mark.slow
+def test_ranks_may_share_sequences(pool: Pools, tmp_path: Path, base: Path, adapters: Path) -> None:
+    flags = run_flags(
+        base, f"--lora.adapter={adapters}", "--training.steps=1", "--training.batch_size=4"
+    )
+    one = pool(1).run(train_seen, str(tmp_path / "one"), *flags)[0]
+    cp = "--experimental.context_parallel_degree=2"
+    two = pool(2).run(train_seen, str(tmp_path / "two"), *flags, cp)[0]
+    for name, gradient in one["gradients"].items():
+        assert relative(two["gradients"][name], gradient) < 2e-6, name

@@ -1,10 +1,11 @@
-"""The containers of a PyTorchJob, as network namespaces, under the rules of Kubeflow's operator."""
+"""The containers of a PyTorchJob, as processes, under the rules of Kubeflow's operator."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -13,35 +14,28 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.launch.namespaces import Host
-from tests.support.processes import ROOT
+from tests.launch.slurm_jobs import LAUNCH, RUN, STEPS
+from tests.support.pool import free_port
+from tests.support.processes import ROOT, environment
 from tests.support.train_runs import rows, unequal
 from titanlite.cli.launch import prepare
 from titanlite.launch import kubernetes as launch_kubernetes
 from titanlite.runs.lines import read_lines
 
-STEPS = 9
 FLAGS = [
-    "--job.config_file=debug_model.toml",
-    f"--training.steps={STEPS}",
-    "--training.seq_len=64",
-    "--training.batch_size=2",
-    "--metrics.log_freq=1",
-    "--no-validation.enable",
-    "--checkpoint.enable_checkpoint",
+    *RUN,
+    *LAUNCH,
     "--checkpoint.interval=2",
     "--launch.image=none",
-    "--launch.nodes=2",
-    "--launch.gpus_per_node=1",
-    "--launch.cpu",
+    "--launch.environment.STEP_SECONDS=0.25",
+    "--launch.environment.GLOO_SOCKET_IFNAME=lo",
 ]
-SLOW = "--job.callbacks=tests.launch.slow_steps:SlowSteps"
 
 
 class Operator:
     """Makes the pods of a PyTorchJob, and replaces those that end with 128 or more."""
 
-    def __init__(self, machines: list[Host], folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str) -> None:
         volume = f'--launch.volumes={{"claim" = "{folder.parent}"}}'
         job = prepare([*FLAGS, volume, f"--job.dump_folder={folder}", *flags])
         self.folder = folder
@@ -50,21 +44,18 @@ class Operator:
         self.config.write_text(manifests[0]["data"]["config.toml"])
         self.name = manifests[1]["metadata"]["name"]
         self.spec = manifests[1]["spec"]
-        self.machines = machines
-        with machines[0].hosts_file.open("a") as file:
-            for i, machine in enumerate(machines):
-                machine.name = f"{self.name}-worker-{i}"
-                file.write(f"{machine.address} {machine.name}\n")
+        self.port = free_port()
         self.codes: list[int] = []
-        self.pods = [self._start(i) for i in range(len(machines))]
+        self.pods = [self._start(i) for i in (0, 1)]
 
     def _start(self, index: int) -> subprocess.Popen[str]:
         container = self.spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
         elastic = self.spec["elasticPolicy"]
         variables: dict[str, Any] = {one["name"]: one["value"] for one in container["env"]} | {
             "HOSTNAME": f"{self.name}-worker-{index}",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             # As pkg/controller.v1/pytorch/elastic.go of the operator has them.
-            "PET_RDZV_ENDPOINT": f"{self.name}-worker-0:23456",
+            "PET_RDZV_ENDPOINT": f"localhost:{self.port}",
             "PET_RDZV_BACKEND": elastic["rdzvBackend"],
             "PET_NNODES": f"{elastic['minReplicas']}:{elastic['maxReplicas']}",
             "PET_MAX_RESTARTS": elastic["maxRestarts"],
@@ -74,8 +65,8 @@ class Operator:
             for word in container["args"]
         ]
         with (self.folder.parent / f"pod-{index}.log").open("a") as log:
-            env = {name: str(value) for name, value in variables.items()}
-            return self.machines[index].popen(words, env=env, cwd=ROOT, stdout=log, stderr=log)
+            env = environment(**{name: str(value) for name, value in variables.items()})
+            return subprocess.Popen(words, env=env, cwd=ROOT, stdout=log, stderr=log, text=True)
 
     def run(self, *disturbances: Any) -> str:
         """Run the job to its end; return its condition.
@@ -132,28 +123,24 @@ def evict_first_pod(operator: Operator) -> bool:
 
 @pytest.mark.soak
 def test_a_killed_rank_and_an_evicted_pod_lead_to_the_undisturbed_weights(
-    machines: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    plain = Operator(machines, tmp_path / "a" / "run")
-    assert plain.run() == "Succeeded" and plain.codes == [], plain.log()
-    disturbed = Operator(machines, tmp_path / "b" / "run", SLOW)
-    assert disturbed.run(kill_rank_of_second_pod, evict_first_pod) == "Succeeded", disturbed.log()
+    operator = Operator(tmp_path / "run")
+    assert operator.run(kill_rank_of_second_pod, evict_first_pod) == "Succeeded", operator.log()
     # Each disturbance ends both pods. A new one may also meet the torchrun that is about to end,
     # and is replaced again.
-    assert set(disturbed.codes) == {138}
-    assert len(disturbed.codes) >= 4
-    assert "SIGTERM: stopping" in disturbed.log()
-    assert [row[0] for row in rows(disturbed.folder)] == list(range(1, STEPS + 1))
-    assert unequal(plain.folder, disturbed.folder, STEPS) == []
+    assert set(operator.codes) == {138}
+    assert len(operator.codes) >= 4
+    assert "by SIGTERM on rank" in operator.log()
+    assert rows(operator.folder) == rows(undisturbed)
+    assert unequal(undisturbed, operator.folder, STEPS) == []
 
 
 @pytest.mark.slow
 def test_an_error_of_the_config_fails_the_job(
-    machines: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    operator = Operator(machines, tmp_path / "run", "--training.dataset_path=/nowhere/text.jsonl")
+    operator = Operator(tmp_path / "run", "--training.dataset_path=/nowhere/text.jsonl")
     assert operator.run() == "Failed" and operator.codes == [2], operator.log()

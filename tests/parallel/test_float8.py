@@ -20,6 +20,7 @@ from tests.support.float8_runs import (
     EMULATED,
     GATHERED,
     LINEARS,
+    MX,
     PRECOMPUTED,
     REAL,
     RECIPES,
@@ -38,7 +39,6 @@ from tests.support.harness import (
     stepper,
     train,
 )
-from tests.support.mx_runs import MX
 from tests.support.pool import Pools
 from titanlite.checkpoint.storage import gather
 from titanlite.config.sections import ActivationCheckpoint, Compile, Config, Float8, Training

@@ -123,10 +123,8 @@ def test_every_rank_of_expert_parallelism_has_its_experts():
 @pytest.mark.parametrize(
     ("traced", "config", "ranks", "flags"),
     [
-        (53.58, "llama3_1_8b", 8, [WHOLE_STEP, "--training.reshard_after_forward=never"]),
         (40.01, "llama3_1_8b", 64, [WHOLE_STEP, "--training.data_parallel_replicate_degree=8"]),
         (123.58, "llama3_1_8b", 8, [WHOLE_STEP, "--training.data_parallel_type=ddp"]),
-        (25.71, "llama3_1_8b", 8, [WHOLE_STEP, "--training.tensor_parallel_degree=2"]),
         (
             69.92,
             "llama3_1_8b",

@@ -14,6 +14,7 @@ from tests.support.pool import Pools
 from tests.support.tiny import KEPT_TOKENS
 from titanlite import build, load_config
 from titanlite.cli.plan.memory_trace import trace
+from titanlite.config.errors import ConfigError
 from titanlite.data.loader import to_device
 from titanlite.dist.dist_env import DistEnv
 from titanlite.plan.parts import RankMemory
@@ -49,7 +50,6 @@ def measure(world: DistEnv, flags: list[str]) -> RankMemory:
     ("kind", "keys"),
     [
         ("qwen3", MASKS),
-        ("llama", {}),
         ("deepseek_v3", {**MASKS, "training__mixed_precision_param": "bfloat16"}),
         ("llama", {**CHUNKS, **MASKS}),
         ("gpt_neox", {**BY_OP, **MASKS}),
@@ -67,3 +67,12 @@ def test_the_peak_is_that_of_the_real_run(
     assert traced.phase == real.phase
     for part, size in real.parts.items():
         assert traced.parts[part] == pytest.approx(size, rel=0.05, abs=0.02 * real.total), part
+
+
+@pytest.mark.slow
+def test_experts_that_torch_runs_in_bfloat16_alone_are_refused(tmp_path: Path) -> None:
+    flags = [f"--job.config_file={TOML}", *flags_of(tmp_path, "qwen3_moe", **SIZES)]
+    in_bf16 = [*flags, "--training.mixed_precision_param=bfloat16"]
+    assert trace(check_config(in_bf16, 2, training=False)[1]).peak.total > 0
+    with pytest.raises(ConfigError, match='try training.mixed_precision_param = "bfloat16"'):
+        trace(check_config(flags, 2, training=False)[1])

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import asdict
 
 from titanlite import exit_codes
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import Problem, refuse
 from titanlite.config.run_sections import Launch
 from titanlite.plan.hardware import Instance
 from titanlite.run.config import RunConfig
@@ -60,7 +60,19 @@ def render(template: str, job: Job, values: Mapping[str, Any]) -> str:
 
     Raises ConfigError for a control character: a new line would begin a statement.
     """
-    _refuse_control_characters(job)
+    # The config itself is TOML, which has its own escapes.
+    given = {
+        "job.dump_folder": job.run.job.dump_folder,
+        "launch": asdict(job.launch),
+        "the working folder": os.getcwd(),
+    }
+    hint = "a job has none: a new line in a value would begin a statement of the job"
+    problems = []
+    for place, text in _texts(given):
+        if found := control_characters(text):
+            message = f"has the control character {', '.join(found)}"
+            problems.append(Problem("does-not-fit", escape_name(place), message, hint))
+    refuse(problems)
     import jinja2
 
     environment = jinja2.Environment(
@@ -74,30 +86,12 @@ def render(template: str, job: Job, values: Mapping[str, Any]) -> str:
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
     environment.filters |= {
         "quote": shlex.quote,
-        "sbatch": _sbatch_word,
-        "literal": _kubernetes_literal,
+        # Slurm reads a backslash in an `#SBATCH` line as an escape also within quotes.
+        "sbatch": lambda text: shlex.quote(text).replace("\\", r"\\"),
+        # Kubernetes replaces `$(NAME)`; two dollars are one for it.
+        "literal": lambda text: text.replace("$", "$$"),
     }
     return environment.get_template(template).render(values)
-
-
-def _refuse_control_characters(job: Job) -> None:
-    """Raise ConfigError for a control character in what reaches a template.
-
-    The config itself is TOML, which has its own escapes.
-    """
-    given = {
-        "job.dump_folder": job.run.job.dump_folder,
-        "launch": asdict(job.launch),
-        "the working folder": os.getcwd(),
-    }
-    hint = "a job has none: a new line in a value would begin a statement of the job"
-    problems = []
-    for place, text in _texts(given):
-        if found := control_characters(text):
-            message = f"has the control character {', '.join(found)}"
-            problems.append(Problem("does-not-fit", escape_name(place), message, hint))
-    if problems:
-        raise ConfigError(problems)
 
 
 def _texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
@@ -112,18 +106,6 @@ def _texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _texts(item, place)
-
-
-def _sbatch_word(text: str) -> str:
-    """Return a word of an `#SBATCH` line: Slurm reads a backslash as an escape also within
-    quotes.
-    """
-    return shlex.quote(text).replace("\\", r"\\")
-
-
-def _kubernetes_literal(text: str) -> str:
-    """Return a text in which Kubernetes replaces no `$(NAME)`; two dollars are one for it."""
-    return text.replace("$", "$$")
 
 
 def limit_seconds(time_limit: str) -> int | None:

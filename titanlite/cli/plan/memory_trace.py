@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -42,6 +43,10 @@ from titanlite.plan.parts import VOCABULARY, RankMemory
 from titanlite.run.config import RunConfig
 
 _BY_FORMULA = "plan it by formula, without --exact"
+_MEASURE = (
+    'try training.mixed_precision_param = "bfloat16", or train two steps: memory_gib of '
+    "metrics.jsonl is the peak"
+)
 
 
 def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
@@ -50,8 +55,8 @@ def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
     device: "cuda" or "cpu". Compiled modules run eagerly, which keeps more: the result is an upper
     bound.
 
-    Raises ConfigError for a run that offloads to the host, and RuntimeError in a process with a
-    default process group: the trace makes its own.
+    Raises ConfigError for a run that offloads to the host, or has operators that need data, and
+    RuntimeError in a process with a default process group: the trace makes its own.
     """
     if run.training.enable_cpu_offload or run.activation_checkpoint.offload:
         message = "a trace has no host memory, and this run offloads to it"
@@ -82,8 +87,15 @@ def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
 
         vocabulary = run.model_args().vocab_size or VOCABULARY
         parts = build_model(run, world, vocabulary, functools.partial(_made, fake))
-        with fake:
-            return RankMemory(rank, _measure_step(run, parts).moments())
+        # torch prints the tracebacks of what it cannot run without data.
+        log = logging.getLogger("torch._subclasses.fake_tensor")
+        patches.enter_context(mock.patch.object(log, "disabled", True))
+        try:
+            with fake:
+                return RankMemory(rank, _measure_step(run, parts).moments())
+        except RuntimeError as error:
+            message = f"torch cannot run this model without data: {error}"
+            raise bad_flag("--exact", message, _MEASURE) from error
 
 
 def _made(fake: FakeTensorMode, builder: ModelBuilder) -> nn.Module:

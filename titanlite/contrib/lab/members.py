@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite import exit_codes, torchrun
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import ConfigError, Problem, refuse
 from titanlite.config.loaded import LoadedConfig
 from titanlite.contrib.processes import (
     Stopped,
@@ -95,8 +95,7 @@ def check_members(
         own = folder / member.name
         try:
             config, run = check_config(member.arguments(config_args, folder), nproc)
-            if problems := [*_shared(run, own), *_changes(config, run, own)]:
-                raise ConfigError(problems)
+            refuse([*_shared(run, own), *_changes(config, run, own)])
         except ConfigError as error:
             raise MemberError(f"{member.name} cannot start; nothing was started\n{error}") from None
         runs.append(run)
