@@ -420,14 +420,6 @@ DEBUG = "--job.config_file=train_configs/debug_model.toml"
             "adapters",
         ),
         (["--mup.base_dim=64", "--model.name=gemma3"], "optimizer.no_decay_on_norms = true"),
-        (
-            [
-                "--mup.base_dim=64",
-                "--model.overrides.tied=true",
-                "--model.norm_type=np_layernorm",
-            ],
-            "np_layernorm has no weight",
-        ),
     ],
 )
 def test_what_does_not_fit_is_refused(flags: list[str], shown: str) -> None:

@@ -139,7 +139,6 @@ def test_a_resume_is_exact_and_one_rank_trains_as_two(
 @pytest.mark.parametrize(
     ("flags", "tolerance"),
     [
-        (["--activation_checkpoint.mode=full"], 1e-6),
         (
             [
                 "--activation_checkpoint.mode=selective",
@@ -148,13 +147,12 @@ def test_a_resume_is_exact_and_one_rank_trains_as_two(
             1e-6,
         ),
         (["--training.fsdp_units=Qwen2Attention,Qwen2MLP"], 1e-6),
-        (["--training.loss_chunks=2"], 1e-5),
         (["--float8.enable_float8_linear", "--float8.emulate"], 2e-2),
         pytest.param(
             ["--training.compile", "--compile.backend=aot_eager"], 1e-5, marks=pytest.mark.slow
         ),
     ],
-    ids=["full", "op", "classes", "chunks", "float8", "compile"],
+    ids=["op", "classes", "float8", "compile"],
 )
 def test_features_work_on_its_blocks(
     pool: Pools, straight: Any, tmp_path: Path, flags: list[str], tolerance: float
@@ -181,9 +179,8 @@ def test_recomputed_dropout_draws_the_same_numbers(pool: Pools, tmp_path: Path) 
     assert rows[1] == rows[0]
 
 
-@pytest.mark.parametrize("variant", ["gqa", "tied", "all"])
-def test_a_llama_is_the_same_model_by_both_names(variant: str) -> None:
-    args = VARIANTS[variant]
+def test_a_llama_is_the_same_model_by_both_names() -> None:
+    args = VARIANTS["all"]
     ours = built(args)
     llama = get_spec("llama3")
     theirs = args_from_hf(llama.hf_config(args))
@@ -259,7 +256,6 @@ MODEL = "model.hf_config"
     [
         (["--model.flavor=8B"], "model.flavor", "hf has no flavors"),
         (["--model.name=llama3"], MODEL, 'set model.name = "hf"'),
-        (["--model.hf_config=./nowhere"], MODEL, "No such file"),
         (["--model.hf_config=nobody/nothing"], MODEL, 'cannot read "nobody/nothing"'),
         (
             ["--model.overrides={num_layers = 2}"],
@@ -277,7 +273,7 @@ MODEL = "model.hf_config"
             "no causal language model of model_type",
         ),
         (["--training.seq_len=2048"], "model", "the model has 1024 positions"),
-        (["--model.norm_type=layernorm"], "model.norm_type", "no such argument"),
+        (["--model.norm_type=fused_rmsnorm"], "model.norm_type", "no such argument"),
     ],
     ids=str,
 )
@@ -306,25 +302,6 @@ def test_an_encoder_is_refused_and_a_decoder_of_its_kind_sees_no_later_token() -
     changed = torch.cat([tokens[:, :-1], tokens[:, -1:] + 9], 1)
     assert model(tokens)[:, :-1].equal(model(changed)[:, :-1])
     args_from_hf({**bert, "model_type": "gpt_neox"})  # its config has is_decoder = false too
-
-
-@pytest.mark.parametrize(
-    ("content", "entry"),
-    [
-        ({"model_type": "opt", "layerdrop": 0.1, **WIDTHS}, "layerdrop"),
-        ({"model_type": "biogpt", "layerdrop": 0.1, **WIDTHS}, "layerdrop"),
-        (
-            {"model_type": "bart", "decoder_layerdrop": 0.1, "decoder_layers": 1, "d_model": 32},
-            "decoder_layerdrop",
-        ),
-    ],
-    ids=str,
-)
-def test_blocks_that_ranks_skip_at_random_are_refused(content: dict[str, Any], entry: str) -> None:
-    content = {**content, "vocab_size": 64}
-    with pytest.raises(ShapeError, match=f"set model.overrides.{entry} = 0.0"):
-        args_from_hf(content)
-    args_from_hf(content, {entry: 0.0})
 
 
 def test_other_models_and_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:

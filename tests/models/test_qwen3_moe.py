@@ -4,7 +4,6 @@ without experts.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.models.test_families import theirs_of
+from tests.support.hf import check_files
 from tests.support.reference import in_memory
 from titanlite.models import get_spec, resolve_args
 from titanlite.models.counts import count_active_parameters
-from titanlite.models.families import family_of
 from titanlite.models.qwen3_moe import Blocks, Qwen3MoeArgs
 from titanlite.models.spec import ShapeError
 
@@ -38,10 +37,8 @@ ARGS = Qwen3MoeArgs(
     aux_loss=0.0,
 )
 VARIANTS = {
-    "experts everywhere": ARGS,
     "every second block": replace(ARGS, sparse_step=2, norm_topk=False),
     "dense blocks by number": replace(ARGS, dense_blocks=Blocks((0, 2)), tied=True, top_k=8),
-    "one expert of each token": replace(ARGS, norm_topk=False, top_k=1, n_kv_heads=None),
     "balanced": replace(ARGS, n_layers=1, aux_loss=0.5),
 }
 
@@ -94,24 +91,10 @@ def test_logits_and_every_gradient_equal_those_of_transformers(variant: str) -> 
         assert (gradient - other).norm() / other.norm() < 2e-6, name
 
 
-@pytest.mark.parametrize("variant", ["every second block", "dense blocks by number"])
-def test_files_of_transformers_there_and_back(variant: str, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    args = VARIANTS[variant]
+def test_files_of_transformers_there_and_back(tmp_path: Path) -> None:
+    args = VARIANTS["every second block"]
     ours, theirs = pair(args)
-    theirs.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    family, read = family_of(config)
-    assert (family, read) == ("qwen3_moe", replace(args, max_seq_len=read.max_seq_len))
-    files = load_file(tmp_path / "model.safetensors")
-    state = ours.state_dict()
-    exported = SPEC.to_hf(state, args)
-    assert files.keys() == exported.keys()
-    assert all(torch.equal(files[name], exported[name]) for name in files)
-    back = SPEC.from_hf(files, args)
-    assert state.keys() == back.keys()
-    assert all(torch.equal(state[name], back[name]) for name in state)
+    check_files(theirs, ours.state_dict(), SPEC, args, tmp_path)
 
 
 def test_published_shapes() -> None:
@@ -122,8 +105,6 @@ def test_published_shapes() -> None:
     assert SPEC.count_parameters(large) == 235_093_634_560
     assert count_active_parameters(small) == 3_353_032_704
     assert count_active_parameters(large) == 22_190_763_520
-    for args in (small, large):
-        assert SPEC.args_from_hf(SPEC.hf_config(args)) == replace(args, max_seq_len=40960)
 
 
 def test_blocks_without_experts_are_counted_as_they_are() -> None:
@@ -147,11 +128,7 @@ def test_blocks_without_experts_are_counted_as_they_are() -> None:
     [
         ({"dense_blocks": [3]}, "dense_blocks has 3, and blocks are 0 to 2"),
         ({"dense_blocks": ["0"]}, "overrides.dense_blocks: expected a list of integers"),
-        ({"dense_blocks": 1}, "expected a list of integers, got 1"),
         ({"sparse_step": 4}, "no block has experts: the family qwen3 has dense models"),
-        ({"sparse_step": 0}, "sparse_step must be positive, got 0"),
-        ({"expert_width": 12}, "expert_width = 12 is not a multiple of 8"),
-        ({"top_k": 1}, "top_k must be between 2 and n_experts = 16, got 1"),
     ],
 )
 def test_misfits(overrides: dict[str, Any], words: str) -> None:
@@ -166,25 +143,3 @@ def test_biases_of_experts_are_not_lost_in_silence() -> None:
     for convert in (SPEC.hf_config, SPEC.hf_names):
         with pytest.raises(ValueError, match="has no biases of experts"):
             convert(args)
-
-
-def test_a_config_json_without_entries_has_the_defaults_of_transformers() -> None:
-    from transformers import Qwen3MoeConfig
-
-    given = {
-        "model_type": "qwen3_moe",
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "vocab_size": 96,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 64,
-    }
-    theirs = Qwen3MoeConfig(**given)
-    args = SPEC.args_from_hf(given)
-    assert (args.n_experts, args.top_k) == (theirs.num_experts, theirs.num_experts_per_tok)
-    assert (args.expert_width, args.head_dim) == (theirs.moe_intermediate_size, 8)
-    assert (args.norm_topk, args.sparse_step) == (False, theirs.decoder_sparse_step)
-    assert args.aux_loss == theirs.router_aux_loss_coef

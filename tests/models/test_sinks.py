@@ -15,12 +15,12 @@ from tests.support.watch import Watch
 from titanlite.models.sinks import SinkAttention, attend_in_window, attend_masked
 
 
-def inputs(kv_heads: int = 2, queries: int = 48, keys: int = 48) -> list[Tensor]:
+def inputs(queries: int = 48, keys: int = 48) -> list[Tensor]:
     """q, k, v, sinks that matter, and a gradient of the result."""
     torch.manual_seed(0)
     q = torch.randn(3, 4, queries, 16)
-    k = torch.randn(3, kv_heads, keys, 16)
-    v = torch.randn(3, kv_heads, keys, 16)
+    k = torch.randn(3, 2, keys, 16)
+    v = torch.randn(3, 2, keys, 16)
     return [q, k, v, torch.tensor([-2.0, 0.0, 1.0, 5.0]), torch.randn(3, 4, queries, 16)]
 
 
@@ -54,12 +54,9 @@ def copies(tensors: list[Tensor], dtype: torch.dtype = torch.float32) -> list[Te
 
 
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_windows_and_documents_equal_the_formula(
-    dtype: torch.dtype, within: float, kv_heads: int
-) -> None:
-    *given, upstream = (t.to(dtype) for t in inputs(kv_heads))
-    for window in (None, 1, 7, 24, 47, 48, 100):
+def test_windows_and_documents_equal_the_formula(dtype: torch.dtype, within: float) -> None:
+    *given, upstream = (t.to(dtype) for t in inputs())
+    for window in (None, 1, 7, 47, 100):
         for doc_ids in (None, numbers(LENGTHS)):
             attention = SinkAttention(window)
             ours = copies(given, dtype)
@@ -74,8 +71,8 @@ def test_windows_and_documents_equal_the_formula(
                 assert relative(one.float(), other) < within, (name, window, doc_ids)
 
 
-@pytest.mark.parametrize("window", [None, 5, 24, 100])
-@pytest.mark.parametrize("queries", [2, 20, 47])
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("queries", [2, 47])
 def test_fewer_queries_than_keys(window: int | None, queries: int) -> None:
     """As ranks that share a sequence have them: their queries are the last ones."""
     *given, upstream = inputs(queries=queries)
@@ -93,8 +90,7 @@ def test_fewer_queries_than_keys(window: int | None, queries: int) -> None:
             assert relative(one, other) < 2e-6, (way, name)
 
 
-@pytest.mark.parametrize(("window", "documents"), [(None, True), (24, True), (64, False)])
-def test_no_scores_of_the_sequence_squared_are_made(window: int | None, documents: bool) -> None:
+def test_no_scores_of_the_sequence_squared_are_made() -> None:
     q, k, v = (torch.randn(1, heads, 1024, 8, requires_grad=True) for heads in (4, 2, 2))
     sinks = torch.zeros(4, requires_grad=True)
     sizes: list[int] = []
@@ -103,16 +99,15 @@ def test_no_scores_of_the_sequence_squared_are_made(window: int | None, document
         sizes.extend(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))
 
     with Watch(look):
-        attention = SinkAttention(window)
-        mask = attention.prepare(numbers([[64] * 16]) if documents else None)
+        attention = SinkAttention(24)
+        mask = attention.prepare(numbers([[64] * 16]))
         attention(q, k, v, mask, sinks).sum().backward()
     assert max(sizes) == 4 * 1024 * 8
 
 
-@pytest.mark.parametrize("window", [None, 24])
-def test_a_compiled_call_has_the_same_gradients(window: int | None) -> None:
+def test_a_compiled_call_has_the_same_gradients() -> None:
     *given, upstream = inputs()
-    attention = SinkAttention(window)
+    attention = SinkAttention(24)
     compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
     found = []
     for function in (attention, compiled):

@@ -58,6 +58,10 @@ def build_callbacks(
     peak = _peak_flops(parts, device)
     metrics = _metrics(parts, garbage, figures, peak)
     every += [StartReport(parts, peak, attempts), *figures, metrics]
+    if world.size > 1:
+        from titanlite.metrics.replicas import EqualReplicas
+
+        every.append(EqualReplicas())
     if run.training.compile:
         from titanlite.metrics.compile_report import CompileReport
         from titanlite.parallel.compile import CompileWatch
