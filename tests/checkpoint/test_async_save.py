@@ -24,7 +24,8 @@ from titanlite.checkpoint import manager
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, find, steps_in
 from titanlite.cli.hub.tensors import Contents
-from titanlite.dist.dist_env import DistEnv, set_timeouts
+from titanlite.dist.dist_env import DistEnv
+from titanlite.metrics.timeouts import set_timeouts
 
 PINNED = "async_with_pinned_mem"
 REAL_SAVE = manager.dcp.save

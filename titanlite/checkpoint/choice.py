@@ -31,7 +31,7 @@ from titanlite.config import trust
 from titanlite.models.args import from_record
 from titanlite.models.families import get_spec
 from titanlite.models.spec import ModelSpec
-from titanlite.runs.provenance import config_changes
+from titanlite.runs.config_changes import config_changes
 
 if TYPE_CHECKING:
     from titanlite.config.sections import Checkpoint

@@ -21,6 +21,7 @@ from titanlite.checkpoint.manifest import Manifest, digest_of, steps_in
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.checkpoint.storage import Save, describe, on_each_rank, on_rank_0
 from titanlite.checkpoint.store_paths import AnyPath, to_path, write_new
+from titanlite.checkpoint.write import train_state
 from titanlite.contrib.resilience.copies import plan_copies
 from titanlite.contrib.resilience.folder import LocalFolder, Past, read_past, write_past
 from titanlite.contrib.resilience.load import TieredLoader
@@ -251,5 +252,5 @@ class LocalSchedule(SaveSchedule):
         self._good = good
         parts = trainer.parts
         saver.save_local(
-            trainer.step, parts.model, parts.optimizer, trainer.train_state(), proven=proven
+            trainer.step, parts.model, parts.optimizer, train_state(trainer), proven=proven
         )
