@@ -21,8 +21,7 @@ from tests.support.pushes import leaks, make_hub, uploads_of, variables
 from titanlite.cli.loading import add_arguments, load_model
 from titanlite.cli.parser import Parser
 from titanlite.resolve.load import check_config
-from titanlite.runs.jsonl import read_metrics
-from titanlite.utils import read_lines
+from titanlite.runs.lines import read_lines, read_metrics
 
 QUIZ = ROOT / "examples" / "continuations.jsonl"
 HELD_OUT = "titanlite/data/assets/validation/validation-00000-of-00001.json.gz"
