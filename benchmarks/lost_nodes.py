@@ -27,8 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -38,10 +37,9 @@ sys.path.insert(0, str(ROOT))
 from tests.launch.slurm_cluster import Cluster, cluster, missing  # noqa: E402
 from tests.launch.slurm_jobs import ENDS, RUN, STEPS, lose, read_log, submit  # noqa: E402
 from tests.support import ranks as local_ranks  # noqa: E402
-from tests.support.processes import environment  # noqa: E402
 from tests.support.train_runs import rows, unequal  # noqa: E402
 from titanlite.runs.attempts import read_entries  # noqa: E402
-from titanlite.runs.jsonl import read_metrics  # noqa: E402
+from titanlite.runs.lines import read_metrics  # noqa: E402
 
 #: Steps between saves.
 LOCAL_INTERVAL = 4
@@ -163,7 +161,6 @@ def _flags(disks: Path) -> list[str]:
     return [
         "--launch.nodes=2",
         "--launch.spare_nodes=1",
-        "--launch.queue=spares",
         "--launch.environment.STEP_SECONDS=0",
         "--job.callbacks=tests.launch.slow_steps:Held",
         f"--checkpoint.interval={SHARED_INTERVAL}",
@@ -202,20 +199,12 @@ def _has_stepped(run: Path, killed: float) -> bool:
     return any(row["time"] > killed for row in read_metrics(run / "metrics.jsonl"))
 
 
-@contextmanager
-def running_slurm(root: Path) -> Iterator[Cluster]:
-    with cluster(root, SLURMD_TIMEOUT) as slurm:
-        slurm.environment.update(environment())
-        slurm.environment["PATH"] += ":/usr/sbin"
-        yield slurm
-
-
 def measure(root: Path, losses: int) -> tuple[str, list[Loss]]:
     """Return Slurm's version, and the figures of so many losses. Raises Wrong."""
     reference = root / "reference"
     local_ranks.train([*RUN, f"--job.dump_folder={reference}"], 2, root / "console")
     found = []
-    with running_slurm(root / "slurm") as slurm:
+    with cluster(root / "slurm", SLURMD_TIMEOUT) as slurm:
         version = slurm.run("sinfo", "--version").strip()
         for number in range(losses):
             folder = root / f"job-{number}"

@@ -1,23 +1,34 @@
 #!/usr/bin/env python
-"""Write docs/config-keys.md: every key with what it takes, its default, meaning and other names.
+"""Write what follows from the keys of the config: docs/config-keys.md, a page of all keys, and
+train_configs/titanlite.schema.json, a JSON Schema for editors.
 
-usage: python scripts/config_keys.py > docs/config-keys.md
+usage: python scripts/config_keys.py
 
-A test compares the page.
+A test compares the files.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any, Union
+
+import jinja2
+import msgspec
 
 from titanlite.cli.config import summary
-from titanlite.config.aliases import COMMA_LISTS, VALUES, names_of
+from titanlite.config.aliases import ALIASES, COMMA_LISTS, VALUES, Alias, names_of
 from titanlite.config.dialect import LATER_DEFAULTS, LATER_MODELS
-from titanlite.config.key_types import inner_section
+from titanlite.config.key_types import inner_section, members, names_beside_paths
 from titanlite.config.keys import Key, keys, sections
 from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED, Unsupported
-from titanlite.utils import templates
+from titanlite.config.value_types import Section
+from titanlite.config.written_values import SWEEP
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "config-keys.md"
+SCHEMA = ROOT / "train_configs" / "titanlite.schema.json"
 
 
 def markdown() -> str:
@@ -32,7 +43,13 @@ def markdown() -> str:
                 tables.append((key.name, [_row(one) for one in Key.all_of(key.name, table)]))
         rows = [(*_row(key), _other_names(key)) for key in own]
         found.append((section, summary(owner), rows, tables))
-    template = templates(Path(__file__).parent).get_template("config-keys.md.jinja")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    template = environment.get_template("config-keys.md.jinja")
     return template.render(
         sections=found,
         sweep=_SWEEP_ROWS,
@@ -94,5 +111,124 @@ def _code(text: str) -> str:
     return f"`{text}`"
 
 
+Schema = dict[str, Any]
+#: The points of a sweep.
+_SWEEP: Schema = {
+    "type": "object",
+    "description": "The points of `titanlite sweep`, by section.key; a run itself ignores it.",
+    "properties": {
+        "points": {
+            "type": "array",
+            "description": "Keys that change together: each table is combined with the rest.",
+            "items": {"type": "object", "minProperties": 1},
+            "minItems": 1,
+        },
+    },
+    # A key without quotes, as optimizer.lr, is a table in a table.
+    "additionalProperties": {"anyOf": [{"type": "array", "minItems": 1}, {"type": "object"}]},
+}
+
+
+def schema_text() -> str:
+    """Return the JSON Schema as the text of its file."""
+    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+def json_schema() -> Schema:
+    """Return the JSON Schema (draft 2020-12) of a whole file.
+
+    Other names are accepted and marked deprecated; so are keys of other trainers, with the values
+    that switch them off.
+    """
+    found: Schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "titanlite config",
+        "description": "A training run of titanlite: sections and keys of its TOML file.",
+        **_object(
+            {
+                **{section: _section(section, owner) for section, owner in sections().items()},
+                SWEEP: _SWEEP,
+            }
+        ),
+    }
+    for alias in ALIASES.values():
+        _place(found, alias.name, _alias(alias))
+    for name, key in UNSUPPORTED.items():
+        description = f"Without effect here, accepted switched off: {key.reason}."
+        entry: Schema = {"description": description, "deprecated": True}
+        if not key.switch:
+            entry["enum"] = list(key.off)
+        _place(found, name, entry)
+    return found
+
+
+def _object(properties: Schema) -> Schema:
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _section(name: str, owner: type[Section]) -> Schema:
+    properties: Schema = {}
+    required = []
+    for key in Key.all_of(name, owner):
+        if key.name == "job.config_file":
+            continue  # a file cannot name itself
+        if key.required:
+            required.append(key.field)
+        default = {} if key.default is None else {"default": key.default}
+        properties[key.field] = {
+            "description": key.description,
+            **default,
+            **_values(key.name, key.type),
+        }
+    return {
+        "description": " ".join((owner.__doc__ or "").split()),
+        **_object(properties),
+        **({"required": required} if required else {}),
+    }
+
+
+def _values(name: str, type_: Any) -> Schema:
+    section = inner_section(type_)
+    named = names_beside_paths(type_)
+    given = tuple(part for part in members(type_) if part is not type(None))
+    if section is not None:
+        own: Schema = {"type": "array", "items": _section("", section)}
+    elif named:
+        own = {"anyOf": [{"enum": named}, {"type": "string", "pattern": ":"}]}
+    else:
+        own = msgspec.json.schema(Union[given])  # noqa: UP007
+    later = [
+        {"const": other, "deprecated": True, "description": f'Another name of "{value}".'}
+        for other, value in VALUES.get(name, {}).items()
+    ]
+    if name in COMMA_LISTS:
+        later.append(
+            {
+                "type": "string",
+                "deprecated": True,
+                "description": "The list as one string, with commas.",
+            }
+        )
+    return {"anyOf": [own, *later]} if later else own
+
+
+def _alias(alias: Alias) -> Schema:
+    relation = f" ({alias.relation})" if alias.conversion else ""
+    name = alias.name if alias.conversion else alias.key
+    return {
+        "description": f"Another name of {alias.key}{relation}.",
+        "deprecated": True,
+        **_values(name, alias.type),
+    }
+
+
+def _place(schema: Schema, name: str, entry: Schema) -> None:
+    *path, field = name.split(".")
+    for section in path:
+        schema = schema["properties"].setdefault(section, {**_object({}), "deprecated": True})
+    schema["properties"].setdefault(field, entry)
+
+
 if __name__ == "__main__":
-    print(markdown())
+    PAGE.write_text(markdown() + "\n", encoding="utf-8")
+    SCHEMA.write_text(schema_text(), encoding="utf-8")

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.support.pool import Pools
+from tests.support.refusals import refusal
 from titanlite import Callback, Trainer, build, load_config
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.checkpoint.storage import gather
@@ -25,7 +26,6 @@ from titanlite.config.own_functions import load_functions
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import ShapeError, get_spec, resolve_args
 from titanlite.models.args import as_record, from_record
-from titanlite.optim.optimizer import gated_step, keep_ratios
 from titanlite.resolve.load import check_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,36 +107,21 @@ def test_all_examples_together_resume_to_the_last_bit(
     ]
     second = pool(2).run(_run, str(tmp_path), "--training.steps=6")[0]
     assert first.rows + second.rows == straight.rows
-    assert [row[0] for row in straight.rows] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-    ]
+    assert [row[0] for row in straight.rows] == [1, 2, 3, 4, 5, 6]
     assert first.rates + second.rates == straight.rates
     train = read_manifest(tmp_path / "checkpoint" / "step-6").train
     assert train["best_loss"] == min(row[1] for row in straight.rows)
     # The checkpoint names the source of each part.
     toml = read_manifest(tmp_path / "checkpoint" / "step-6").config["toml"]
-    for path in (
-        MODEL,
-        LOSS,
-        f"{EXAMPLES}/lr_groups.py:adamw",
-        f"{EXAMPLES}/text_files.py:documents",
-    ):
-        assert path in toml
+    parts = (f"{EXAMPLES}/lr_groups.py:adamw", f"{EXAMPLES}/text_files.py:documents")
+    assert all(path in toml for path in (MODEL, LOSS, *parts))
     assert "model" in pool(1).run(_refused, str(tmp_path), "--training.steps=8", *LLAMA)[0]
 
 
 def test_groups_keep_their_ratio_to_the_rate_that_is_logged(straight: Watch) -> None:
+    assert straight.texts == len(list((ROOT / "docs").glob("*.md"))), "the function's text"
     assert straight.scales == [1.0, 1.0, pytest.approx(0.2, rel=1e-12)]
-    assert straight.decays == [
-        0.1,
-        0.0,
-        0.1,
-    ]
+    assert straight.decays == [0.1, 0.0, 0.1]
     rates = [row[3] for row in straight.rows]
     assert rates == pytest.approx([1e-3 * f for f in (1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25)])
     assert straight.rates == [[rate, rate, rate * straight.scales[2]] for rate in rates]
@@ -156,10 +141,6 @@ def test_the_model_is_sharded_by_block_and_drawn_by_its_rule(straight: Watch) ->
     assert (weights["norm.weight"] == 1).all()
     assert weights["embedding.weight"].std() == pytest.approx(0.02, rel=0.02)
     assert weights["blocks.0.down.weight"].std() == pytest.approx(0.01, rel=0.02)
-
-
-def test_the_text_is_that_of_the_function(straight: Watch) -> None:
-    assert straight.texts == len(list((ROOT / "docs").glob("*.md")))
 
 
 @pytest.mark.slow
@@ -182,42 +163,32 @@ def test_the_loss_has_its_penalty(pool: Pools, straight: Watch, tmp_path: Path) 
     )
 
 
-@pytest.mark.slow_after(1)
+EXACT = (
+    "--training.loss_chunks=3 --activation_checkpoint.mode=full --training.fsdp_units=Block "
+    "--training.batch_size=1 --training.global_batch_size=4"
+)
+
+
 @pytest.mark.parametrize(
     ("flags", "tolerance"),
     [
-        (["--training.loss_chunks=3"], 1e-6),
+        pytest.param(EXACT, 1e-6, id="exact"),
         pytest.param(
-            ["--training.compile", "--compile.backend=aot_eager"], 1e-5, marks=pytest.mark.slow
+            "--training.compile --compile.backend=aot_eager "
+            "--float8.enable_float8_linear --float8.emulate",
+            2e-2,
+            marks=pytest.mark.slow,
+            id="compiled float8",
         ),
-        (["--activation_checkpoint.mode=full"], 1e-6),
-        (["--training.global_batch_size=8", "--training.batch_size=4"], None),
-        pytest.param(
-            ["--float8.enable_float8_linear", "--float8.emulate"], 2e-2, marks=pytest.mark.slow
-        ),
-        (["--training.fsdp_units=Block"], 1e-6),
     ],
-    ids=lambda value: (
-        value[0].partition("=")[0].partition(".")[2] if isinstance(value, list) else ""
-    ),
 )
 def test_features_work_on_a_model_and_a_loss_of_ones_own(
-    pool: Pools, straight: Watch, tmp_path: Path, flags: list[str], tolerance: float | None
+    pool: Pools, straight: Watch, tmp_path: Path, flags: str, tolerance: float
 ) -> None:
-    steps = 2 if tolerance else 6
-    rows = (
-        pool(2)
-        .run(
-            _run, str(tmp_path), f"--training.steps={steps}", "--lr_scheduler.total_steps=6", *flags
-        )[0]
-        .rows
-    )
-    if tolerance is None:
-        assert rows[-1][1] < rows[0][1]
-    else:
-        assert [row[1] for row in rows] == pytest.approx(
-            [row[1] for row in straight.rows[:2]], rel=tolerance
-        )
+    words = ["--training.steps=2", "--lr_scheduler.total_steps=6", *flags.split()]
+    rows = pool(2).run(_run, str(tmp_path), *words)[0].rows
+    wanted = [row[1] for row in straight.rows[:2]]
+    assert [row[1] for row in rows] == pytest.approx(wanted, rel=tolerance)
 
 
 TWO_STEPS = ["--training.steps=2", "--lr_scheduler.total_steps=6", *LLAMA]
@@ -232,66 +203,37 @@ def plain(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Watch:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags",
-    [
-        [
-            "--training.tensor_parallel_degree=2",
-            "--training.batch_size=4",
-            "--training.loss_chunks=3",
-        ],
-        ["--experimental.pipeline_parallel_degree=2", "--training.batch_size=4"],
-        ["--experimental.context_parallel_degree=2", "--training.batch_size=4"],
-    ],
-    ids=["tensor", "pipeline", "context"],
+    "degree", ["training.tensor_parallel_degree", "experimental.pipeline_parallel_degree"]
 )
-def test_loss_optimizer_and_text_work_with_every_parallelism(
-    pool: Pools, plain: Watch, tmp_path: Path, flags: list[str]
+def test_loss_optimizer_and_text_work_with_other_parallelisms(
+    pool: Pools, plain: Watch, tmp_path: Path, degree: str
 ) -> None:
+    flags = [f"--{degree}=2", "--training.batch_size=4"]
     for rank in pool(2).run(_run, str(tmp_path), *TWO_STEPS, *flags):
-        assert [row[1] for row in rank.rows] == pytest.approx(
-            [row[1] for row in plain.rows], rel=2e-5
-        )
-        assert {rates[-1] for rates in rank.rates} <= {
-            rate for rates in plain.rates for rate in rates
-        }
+        wanted = [row[1] for row in plain.rows]
+        assert [row[1] for row in rank.rows] == pytest.approx(wanted, rel=2e-5)
+        all_rates = {rate for rates in plain.rates for rate in rates}
+        assert {rates[-1] for rates in rank.rates} <= all_rates
 
 
 @pytest.mark.parametrize(
-    ("flags", "key", "words"),
+    ("flag", "words"),
     [
-        (
-            ["--training.tensor_parallel_degree=2"],
-            "training.tensor_parallel_degree",
-            "has no tensor_plan",
-        ),
-        (
-            ["--experimental.pipeline_parallel_degree=2"],
-            "experimental.pipeline_parallel_degree",
-            "no pipeline_costs",
-        ),
-        (
-            ["--experimental.context_parallel_degree=2"],
-            "experimental.context_parallel_degree",
-            "no context_parallel",
-        ),
-        (["--model.flavor=big"], "model.flavor", "there are tiny, small"),
-        (["--model.overrides.n_heads=3"], "model", "n_heads = 3 does not divide dim = 64"),
-        (["--model.name=./tiny_gpt.py:GPT"], "model.name", "not a titanlite.ModelSpec"),
-        (["--training.loss=hinge"], "training.loss", '"cross_entropy", or a dotted path'),
-        (["--optimizer.name=AdamX"], "optimizer.name", 'did you mean "Adam"?'),
-        (["--optimizer.name=./no_file.py:adamw"], "optimizer.name", "there is no file"),
-        (["--training.dataset=no_such_package:documents"], "training.dataset", "no_such_package"),
-        (["--training.dataset_path=."], "training.dataset_path", "excludes training.dataset"),
+        ("training.tensor_parallel_degree=2", "has no tensor_plan"),
+        ("experimental.pipeline_parallel_degree=2", "no pipeline_costs"),
+        ("experimental.context_parallel_degree=2", "no context_parallel"),
+        ("model.flavor=big", "there are tiny, small"),
+        ("model.name=./tiny_gpt.py:GPT", "not a titanlite.ModelSpec"),
+        ("training.loss=hinge", '"cross_entropy", or a dotted path'),
+        ("training.dataset_path=.", "excludes training.dataset"),
     ],
 )
 def test_config_check_names_what_is_not_offered_or_not_there(
-    monkeypatch: pytest.MonkeyPatch, flags: list[str], key: str, words: str
+    monkeypatch: pytest.MonkeyPatch, flag: str, words: str
 ) -> None:
     monkeypatch.chdir(EXAMPLES)
-    with pytest.raises(ConfigError) as caught:
-        check_config([f"--job.config_file={CONFIG}", *flags], 2, training=False)
-    (problem,) = caught.value.problems
-    assert problem.key == key
+    problem = refusal([f"--job.config_file={CONFIG}", f"--{flag}"], 2)
+    assert problem.key == flag.partition("=")[0]
     assert words in f"{problem.message}; {problem.remedy}"
     assert problem.where
 
@@ -309,15 +251,13 @@ def test_functions_of_another_kind_are_refused_before_any_work(tmp_path: Path) -
     asked, _ = check_config([f"--job.config_file={config}"], 1, training=False)
     with pytest.raises(ConfigError) as caught:
         load_functions(asked)
-    found = {p.key: (p.where.rpartition(":")[2], p.message) for p in caught.value.problems}
-    assert {key: line for key, (line, _) in found.items()} == {
-        "optimizer.name": "5",
-        "training.loss": "2",
-        "training.dataset": "3",
-    }
-    assert "is 7, and not a function to call with (logits, labels)" in found["training.loss"][1]
-    assert "ZeroDivisionError" in found["training.dataset"][1]
-    assert "(parameters, settings, device)" in found["optimizer.name"][1]
+    loss, text, optimizer = map(str, caught.value.problems)
+    assert ":2: training.loss: " in loss
+    assert "is 7, and not a function to call with (logits, labels)" in loss
+    assert ":3: training.dataset: " in text
+    assert "ZeroDivisionError" in text
+    assert ":5: optimizer.name: " in optimizer
+    assert "(parameters, settings, device)" in optimizer
 
 
 def test_a_model_of_ones_own_is_recorded_and_has_no_hugging_face_form() -> None:
@@ -329,51 +269,16 @@ def test_a_model_of_ones_own_is_recorded_and_has_no_hugging_face_form() -> None:
         get_spec(MODEL).hf_names(args)
 
 
-# Any optimizer
-
-
-@pytest.mark.parametrize(
-    ("make", "fused"),
-    [(torch.optim.AdamW, False), (torch.optim.AdamW, True), (torch.optim.RMSprop, False)],
-)
-def test_the_guard_holds_back_any_optimizer_and_groups_keep_their_ratio(
-    make: Any, fused: bool
-) -> None:
-    torch.manual_seed(0)
-    weights = [torch.nn.Parameter(torch.randn(3)) for _ in range(2)]
-    groups = [{"params": weights[:1]}, {"params": weights[1:], "lr": 0.05}]
-    optimizer = keep_ratios(make(groups, lr=0.1, **({"fused": True} if fused else {})), 0.1)
-    assert [group["lr_scale"] for group in optimizer.param_groups] == [1.0, 0.5]
-    for ok, rate in ((True, 0.2), (False, 0.4), (True, 0.1)):
-        before = [w.detach().clone() for w in weights]
-        for weight in weights:
-            weight.grad = torch.full((3,), 1.0 if ok else math.nan)
-        gated_step(optimizer, torch.tensor(ok), rate)
-        assert [group["lr"] for group in optimizer.param_groups] == [rate, rate * 0.5]
-        assert all(torch.equal(w, b) is not ok for w, b in zip(weights, before, strict=True))
-        assert all(weight.isfinite().all() for weight in weights)
-
-
 def _misfit(world: DistEnv, folder: str, *flags: str) -> str:
     with pytest.raises(ConfigError) as caught:
         _run(world, folder, "--training.loss=cross_entropy", *LLAMA, *flags)
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        (
-            "--optimizer.groups=[{pattern='no_such', lr=1e-4}]",
-            "'no_such' is found in no parameter's name",
-        ),
-        ("--training.fsdp_units=['NoSuch']", "no FSDP group can be made of NoSuch"),
-    ],
-)
-def test_a_loop_refuses_what_a_run_refuses(
-    pool: Pools, tmp_path: Path, flag: str, message: str
-) -> None:
-    assert message in pool(1).run(_misfit, str(tmp_path), "--optimizer.name=AdamW", flag)[0]
+def test_a_loop_refuses_what_a_run_refuses(pool: Pools, tmp_path: Path) -> None:
+    group = "--optimizer.groups=[{pattern='no_such', lr=1e-4}]"
+    said = pool(1).run(_misfit, str(tmp_path), "--optimizer.name=AdamW", group)[0]
+    assert "'no_such' is found in no parameter's name" in said
 
 
 def test_a_state_that_is_no_tensor_is_refused_by_name() -> None:

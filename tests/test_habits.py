@@ -69,10 +69,6 @@ def test_the_version_is_the_same_in_all_files() -> None:
     assert citation["title"] == PROJECT["name"]
 
 
-def test_the_page_for_agents_is_short() -> None:
-    assert len((ROOT / "AGENTS.md").read_text().splitlines()) <= 60
-
-
 @pytest.mark.parametrize("name", ["AGENTS.md", "CONTRIBUTING.md"])
 def test_files_and_names_of_a_page_for_contributors_are_there(name: str) -> None:
     """NAME and test_y stand for names of your own."""

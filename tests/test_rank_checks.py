@@ -35,7 +35,6 @@ CONFIGS = {
         f'{TOML.replace("/a", "/home/b")}[checkpoint]\nfolder = "/c"\n[launch]\nenvironment.A_KEY '
         '= "hidden"\n'
     ),
-    "weight": TOML.replace("2.0", "3.0"),
     "name": f'{TOML}[job]\nconfig_file = "/other/place.toml"\n',
 }
 
@@ -122,7 +121,6 @@ def test_healthy_ranks_pass(pool: Pools, tmp_path: Path, odd: str) -> None:
             ],
         ),
         ("config", ["another config than rank 1 (node-1): optimizer.lr 0.001 -> 0.002"]),
-        ("weight", ["another config than rank 1 (node-1): data.source [{"]),
         ("flicker", ["wrong numbers are computed: rank 1 (node-1, local rank 1, CPU ("]),
         (
             "bits",
@@ -156,7 +154,6 @@ def test_a_difference_or_a_wrong_result_ends_all_ranks_and_names_the_odd_one(
     [
         ("device", ["different devices: CPU (", "CPU (Old CPU) on rank 1 (node-1)"]),
         ("slow", ["rank 1 (node-1, local rank 1, CPU (", " is slow: a matrix product takes 1"]),
-        ("folder", ["is not shared: rank 0 (node-0) writes there"]),
         (
             "paths",
             ['data.source [{"path": "/a"', 'folder (not set) -> "/c"', '.A_KEY (not set) -> "(r'],
@@ -173,11 +170,6 @@ def test_an_odd_rank_is_named_in_a_warning(
     assert [word for word in words if word not in text] == [], text
 
 
-def test_hosts_of_one_name_must_share_the_folder_too(pool: Pools, tmp_path: Path) -> None:
-    _, error = pool(2).run(_check, tmp_path, odd="folder")[1]
-    assert f"rank 1 ({socket.gethostname()}) cannot see its files" in error
-
-
 def test_the_majority_tells_which_rank_computes_wrong_numbers(pool: Pools, tmp_path: Path) -> None:
     _, error = pool(4).run(_check, tmp_path, odd="bits")[0]
     assert "wrong numbers are computed: rank 3 (" in error
@@ -186,11 +178,8 @@ def test_the_majority_tells_which_rank_computes_wrong_numbers(pool: Pools, tmp_p
 
 def _state(world: DistEnv, folder: Path) -> bool:
     def state() -> tuple[Any, ...]:
-        return (
-            torch.get_rng_state().tolist(),
-            random.getstate(),
-            torch.are_deterministic_algorithms_enabled(),
-        )
+        is_strict = torch.are_deterministic_algorithms_enabled()
+        return torch.get_rng_state().tolist(), random.getstate(), is_strict
 
     before = state()
     check_ranks(world, config=TOML, folder=folder)
@@ -205,14 +194,12 @@ def test_random_generators_stay_as_they_are(pool: Pools, tmp_path: Path) -> None
     ("variable", "value", "words"),
     [
         ("NCCL_SOCKET_IFNAME", "", ""),
-        ("NCCL_SOCKET_IFNAME", "eth", ""),
         ("NCCL_SOCKET_IFNAME", "^lo,docker", ""),
         (
             "NCCL_SOCKET_IFNAME",
             "=eth",
             "'=eth', but the interfaces are lo, eth0, docker0: set NCCL_SOCKET_IFNAME to",
         ),
-        ("NCCL_SOCKET_IFNAME", "docker", "means docker0, which other hosts cannot reach"),
         ("NCCL_SOCKET_IFNAME", "^eth0", "means lo, docker0, which other hosts cannot reach"),
         ("GLOO_SOCKET_IFNAME", "eth0", ""),
         ("GLOO_SOCKET_IFNAME", "eth", "'eth', but the interfaces are lo, eth0, docker0"),

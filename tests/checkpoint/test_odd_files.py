@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.support.reference import in_our_names
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.foreign_formats import open_weights
 from titanlite.models import get_spec
@@ -60,7 +61,7 @@ def test_of_two_copies_of_a_tensor_the_index_names_the_one_that_counts(tmp_path:
     index = {"weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     opened = open_weights(folder)
-    for name, tensor in SPEC.from_hf(tensors, ARGS).items():
+    for name, tensor in in_our_names(tensors, SPEC.hf_names(ARGS)).items():
         assert torch.equal(opened.read(name), tensor), name
 
 

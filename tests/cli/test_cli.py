@@ -157,7 +157,7 @@ def test_json_is_refused_with_what_prints_none(capsys: pytest.CaptureFixture[str
             "titanlite runs [-h]",
             "unknown option --qqqq: `titanlite runs --help` lists the options",
         ),
-        ("config schema word", "titanlite config schema [-h]", "unexpected words: word"),
+        ("data verify a word", "titanlite data verify [-h]", "unexpected words: word"),
     ],
 )
 def test_wrong_options_show_the_usage_of_their_command(

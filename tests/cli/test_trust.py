@@ -75,7 +75,6 @@ REASONS = {
     "config check": f"{OWN}; hf_config: test_a_hugging_face_folder_runs_no_code",
     "config explain": OWN,
     "config show": OWN,
-    "config schema": "reads no file",
     "data peek": OWN,
     "data verify": "reads numbers; an index that names files elsewhere: tests/data/test_token_integrity.py",  # noqa: E501
     "data prepare": (

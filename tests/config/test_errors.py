@@ -59,9 +59,11 @@ def test_a_wrong_value_is_named_with_code_place_key_and_remedy(text):
     (number,) = (number for number, line in enumerate(lines, 1) if "#!" in line)
     problem = only(text)
     assert problem.where == f"run.toml:{number}"
-    said, _, hint = lines[number - 1].partition("#! ")[2].partition(":")
+    said, _, words = lines[number - 1].partition("#! ")[2].partition(":")
+    hint, _, message = map(str.strip, words.partition("|"))
     assert f"{problem.code} {problem.key}" == said
-    assert hint.strip() in problem.remedy
+    assert message in problem.message
+    assert hint in problem.remedy
     assert bool(problem.remedy) == bool(hint)
 
 

@@ -32,5 +32,8 @@ def test_every_key_is_read_by_code_that_acts_on_it() -> None:
         file.read_text(encoding="utf-8") for file in (package / "deploy").glob("*.jinja")
     )
     read |= set(re.findall(r"\{[{%][^}]*\b([a-z]\w+)\b", templates))
+    # A section answers questions about its own keys.
+    sections = "".join(file.read_text() for file in (package / "config").glob("*sections.py"))
+    read |= set(re.findall(r"\bself\.([a-z]\w+)", sections))
     acted = AT_LOAD | {key.name for key in keys().values() if key.field in read}
     assert [key for key in keys() if key not in acted and not key.startswith(SINGLE)] == []

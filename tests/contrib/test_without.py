@@ -32,10 +32,7 @@ TINY = (
 #: Tests of the core that run without any of them.
 CORE = (
     "tests/config/test_layers.py",
-    "tests/config/test_derive.py",
     "tests/checkpoint/test_manifest.py",
-    "tests/checkpoint/test_schedule.py",
-    "tests/training/test_guard.py",
 )
 
 
@@ -88,18 +85,12 @@ def test_commands_and_keys_of_a_missing_folder_are_refused_by_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [*([name] for name in FOLDERS), [*FOLDERS]], ids="-".join)
-def test_a_run_trains_without_a_folder_as_with_it(
-    names: list[str], plain: list[float], tmp_path: Path
-) -> None:
-    copy = copy_without(tmp_path / "copy", *names)
-    assert losses(copy, tmp_path / "run") == plain
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Return the losses of the whole library."""
-    return losses(ROOT, tmp_path_factory.mktemp("plain"))
+def test_a_run_trains_and_tests_of_the_core_pass_without_contrib(tmp_path: Path) -> None:
+    copy = copy_without(tmp_path / "copy", *FOLDERS)
+    assert losses(copy, tmp_path / "run") == losses(ROOT, tmp_path / "plain")
+    words = ["-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *CORE]
+    done = python(*words, cwd=copy, env={"PYTHONPATH": str(copy)})
+    assert done.returncode == 0, done.stdout
 
 
 def losses(root: Path, dump: Path) -> list[float]:
@@ -108,11 +99,3 @@ def losses(root: Path, dump: Path) -> list[float]:
     assert done.returncode == 0, done.stderr
     lines = (dump / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
-
-
-@pytest.mark.slow
-def test_tests_of_the_core_pass_without_contrib(tmp_path: Path) -> None:
-    copy = copy_without(tmp_path, *FOLDERS)
-    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *CORE]
-    done = python(*words, cwd=copy, env={"PYTHONPATH": str(copy)})
-    assert done.returncode == 0, done.stdout

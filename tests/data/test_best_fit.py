@@ -84,36 +84,6 @@ def test_a_document_that_fits_is_never_cut_and_its_row_names_it(corpus: Corpus) 
     assert dataset.sequences_per_epoch == 10  # 599 tokens in 640 places
 
 
-def naive(lengths: list[int], room: int, most: int) -> list[int]:
-    """Best-fit decreasing the plain way; among rows of equal room the one that was touched last."""
-    row_of = [0] * len(lengths)
-    left = []
-    touched = []
-    pieces: list[int] = []
-    for now, piece in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
-        fits = [
-            r
-            for r in range(len(left))
-            if left[r] >= lengths[piece] and pieces[r] < most and left[r] > 0
-        ]
-        if fits:
-            row = min(fits, key=lambda r: (left[r], -touched[r]))
-        else:
-            row = len(left)
-            left.append(room)
-            touched.append(0)
-            pieces.append(0)
-        row_of[piece], left[row], touched[row] = row, left[row] - lengths[piece], now
-        pieces[row] += 1
-    return row_of
-
-
-@pytest.mark.parametrize(("room", "most"), [(50, 99), (50, 3), (1000, 8)])
-def test_rows_are_those_of_best_fit_decreasing(room: int, most: int) -> None:
-    lengths = np.random.default_rng(0).integers(1, 51, 400).tolist()
-    assert best_fit.best_fit(lengths, room, most) == naive(lengths, room, most)
-
-
 def test_the_order_never_changes_and_depends_on_seed_and_epoch(corpus: Corpus) -> None:
     def order(dataset: PackedDataset, epoch: int = 0) -> list[Any]:
         size = dataset.sequences_per_epoch

@@ -64,20 +64,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("source", [LLAMA3, MARKED])
+@pytest.mark.parametrize("source", [LLAMA3, MARKED, PLAIN_TEMPLATE])
 def test_ids_and_masks_are_those_of_transformers(folder: Path, tmp_path: Path, source: str) -> None:
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     ours = load_tokenizer(str(folder))
     (tmp_path / "own.jinja").write_text(source)
-    template = load_template(None if source == LLAMA3 else str(tmp_path / "own.jinja"), ours)
+    paths = {LLAMA3: None, PLAIN_TEMPLATE: "plain"}
+    template = load_template(paths.get(source, str(tmp_path / "own.jinja")), ours)
     theirs.chat_template = source
     for chat in CHATS:
         ids, mask = encode_chat(template.render(chat, "here"), ours)
         expected = theirs.apply_chat_template(
-            chat, return_dict=True, return_assistant_tokens_mask=source == MARKED
+            chat, return_dict=True, return_assistant_tokens_mask=source != LLAMA3
         )
         assert ids.tolist() == expected["input_ids"]
-        if source == MARKED:
+        if source != LLAMA3:
             assert mask.astype(int).tolist() == expected["assistant_masks"]
             assert mask.any()
             assert not mask.all()
@@ -92,28 +93,6 @@ def test_ids_and_masks_are_those_of_transformers(folder: Path, tmp_path: Path, s
             turn = theirs.apply_chat_template(chat[: n + 1])["input_ids"]
             wanted += range(len(prompt), len(turn)) if message["role"] == "assistant" else ()
         assert np.flatnonzero(mask).tolist() == wanted
-
-
-def test_the_plain_template_has_the_masks_of_transformers(folder: Path) -> None:
-    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
-    theirs.chat_template = PLAIN_TEMPLATE
-    ours = load_tokenizer(str(folder))
-    template = load_template("plain", ours)
-    for chat in CHATS:
-        ids, mask = encode_chat(template.render(chat, "here"), ours)
-        expected = theirs.apply_chat_template(
-            chat, return_dict=True, return_assistant_tokens_mask=True
-        )
-        assert ids.tolist() == expected["input_ids"]
-        assert mask.astype(int).tolist() == expected["assistant_masks"]
-    text = template.render(CHATS[1][:3], "here").translate({0xFDD0: "«", 0xFDD1: "»"})
-    assert text == (
-        "<|begin_of_text|>System: Be brief — naïve, 日本語.\nUser:  1 + 1? \n"
-        "Assistant:« \n2\n<|end_of_text|>»"
-    )
-    prompt = template.prompt(CHATS[1][:2], "here")
-    assert text.replace("«", "").startswith(prompt)
-    assert prompt.endswith("\nAssistant:")
 
 
 def rows(path: Path, folder: Path, **data: Any) -> Any:
@@ -169,7 +148,6 @@ def test_files_streams_and_prepared_tokens_have_the_same_targets(
     ("messages", "source", "said"),
     [
         ("Hello", LLAMA3, "no list of messages"),
-        ([{"from": "human", "value": "a"}], LLAMA3, "no list of messages"),
         ([{"role": "user", "content": "a\ufdd0"}, CHATS[0][1]], LLAMA3, r"U\+FDD0"),
         (
             [{"role": "user", "content": "a"}],
@@ -202,11 +180,6 @@ def test_errors_name_file_and_record(
         path.write_text("\n" + json.dumps({"chat": messages}) + "\n")
     with pytest.raises(DataError, match=f"a.jsonl, line {line}: .*{said}"):
         rows(path, folder, messages_key="chat", chat_template=str(template))
-    with pytest.raises(
-        DataError,
-        match=r"line \d: the key 'messages' is missing .*name the field by data.messages_key",
-    ):
-        rows(path, folder, messages_key="messages")
 
 
 def test_turns_that_meet_within_a_token_keep_one_mask_per_token() -> None:
@@ -249,9 +222,7 @@ def test_a_null_is_as_no_key_in_every_format(tmp_path: Path) -> None:
     files = [lines]
     table = pyarrow.table({"messages": [bare, nulls, other]})
     parquet.write_table(table, tmp_path / "a.parquet")
-    with pyarrow.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
-        file.write_table(table)
-    files += [tmp_path / "a.parquet", tmp_path / "a.arrow"]
+    files.append(tmp_path / "a.parquet")
     shown = '[[{"name": "add", "arguments": {"a": 1}}]]'
     for file in files:
         records = iter_records([file], Columns("messages", chat=template))
@@ -279,13 +250,9 @@ def test_templates_that_write_the_date_have_that_of_the_run(
     for day in ("2025-02-30", "2025-00-01"):
         with pytest.raises(DataError, match=f"data.template_date: '{day}' is no day"):
             rows(lines, folder, template_date=day, **asked)
-    with pytest.raises(ConfigError, match=r"data\.template_date"):
-        load_config("debug_model.toml", 1, ["--data.template_date=today"])
     found = rows(lines, folder, template_date="2025-02-03", **asked)
     text = load_tokenizer(str(folder)).decode(found.corpus.read(0, 12).tolist())
     assert text.startswith("03 February 2025<|begin_of_text|>")
-    streamed = rows(lines, folder, streaming=True, lanes=1, template_date="2025-02-03", **asked)
-    assert streamed.sequence(0).tokens.tolist() == found.sequence(0).tokens.tolist()
 
     words = ["--tokenizer", str(folder), "--messages-key=messages", "--out", str(out)]
     words += [f"--chat-template={template}"]
@@ -325,25 +292,12 @@ def test_templates_that_are_not_there(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"brings no chat template .*; name a Jinja file"):
         load_template(None, load_tokenizer())
     (tmp_path / "bad.jinja").write_text("\n{% if %}")
-    with pytest.raises(DataError, match=r"bad\.jinja, line 2: "):
+    with pytest.raises(DataError, match=r"^--chat-template: .*bad\.jinja, line 2: "):
+        load_template(str(tmp_path / "bad.jinja"), load_tokenizer(), "--chat-template")
+    (tmp_path / "bad.jinja").write_text("{{ " + "(" * 9999)
+    with pytest.raises(DataError, match=r"^data.chat_template: .*bad\.jinja"):
         load_template(str(tmp_path / "bad.jinja"), load_tokenizer())
     with pytest.raises(DataError, match="none.jinja cannot be read"):
         load_template(str(tmp_path / "none.jinja"), load_tokenizer())
     with pytest.raises(ConfigError, match=r"data: has messages_key and text_key"):
         load_config("debug_model.toml", 1, ["--data.messages_key=x", "--data.text_key=y"])
-
-
-def test_errors_name_the_key_also_beside_a_config(
-    tmp_path: Path,
-) -> None:
-    tokenizer = load_tokenizer()
-    template = tmp_path / "own.jinja"
-    tokenizer.folder = str(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_bytes(
-        b'\xef\xbb\xbf{"model_max_length": 8, "pad_token": "[P]"}'
-    )
-    template.write_text("{% for %}")
-    with pytest.raises(DataError, match=r"^--chat-template: .*own\.jinja, line 1"):
-        load_template(str(template), tokenizer, "--chat-template")
-    template.write_text("{{ pad_token }}")
-    assert ("pad_token", "[P]") in load_template(str(template), tokenizer).tokens

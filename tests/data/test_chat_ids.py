@@ -36,7 +36,6 @@ TURNS = (
 )
 CHATML = ("<|im_start|>{{ m.role }}\n", "<|im_end|>\n")
 PHI = ("<|{{ m.role }}|>\n", "<|end|>\n")
-GEMMA = ("<start_of_turn>{{ m.role }}\n", "<end_of_turn>\n")
 LLAMA3 = ("<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n", "<|eot_id|>")
 MISTRAL = ("{{ '' if m.role == 'assistant' else '[INST]' }}", "</s>")
 ROLES = ["system", "user", "assistant"]
@@ -87,19 +86,10 @@ def phi3() -> dict[str, Any]:
     return with_tokens(parsed, *(f"<|{role}|>" for role in ROLES), rstrip=True)
 
 
-def phi4_mini() -> dict[str, Any]:
-    parsed = with_tokens(of_bytes(), "<s>", "</s>")
-    return with_tokens(parsed, *(f"<|{role}|>" for role in ROLES), "<|end|>", rstrip=True)
-
-
 def mistral_v3() -> dict[str, Any]:
     first = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
     parsed = of_pieces(normalizer=None, pre_tokenizer=first)
     return with_tokens(parsed, "<unk>", "<s>", "</s>", "[INST]", "[/INST]")
-
-
-def llama2() -> dict[str, Any]:
-    return with_tokens(of_pieces(), "<unk>", "<s>", "</s>", "[INST]")
 
 
 def llama3() -> dict[str, Any]:
@@ -117,81 +107,11 @@ def qwen() -> dict[str, Any]:
     return with_tokens(parsed, "<tool_call>", special=False)
 
 
-def gemma() -> dict[str, Any]:
-    spaces = {"type": "Split", "pattern": {"String": " "}, "invert": False}
-    parsed = of_pieces(
-        normalizer=REPLACE, pre_tokenizer={**spaces, "behavior": "MergedWithPrevious"}
-    )
-    return with_tokens(parsed, "<unk>", "<s>", "</s>", "<start_of_turn>", "<end_of_turn>")
-
-
-def deepseek() -> dict[str, Any]:
-    steps = [split("[\r\n]"), split(r"\s?\p{L}+"), {"type": "Digits", "individual_digits": True}]
-    parsed = of_bytes(pre_tokenizer={"type": "Sequence", "pretokenizers": [*steps, byte_level()]})
-    with_tokens(parsed, "<s>", "</s>")
-    return with_tokens(parsed, *(f"<｜{role}｜>" for role in ROLES), special=False, normalized=True)
-
-
-def roberta() -> dict[str, Any]:
-    parsed = of_bytes(pre_tokenizer=byte_level(prefix=True, regex=True))
-    with_tokens(parsed, "<s>", "</s>")
-    with_tokens(parsed, "<mask>", lstrip=True)
-    return with_tokens(parsed, "user", single_word=True)
-
-
-def t5() -> dict[str, Any]:
-    always = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
-    strip = {"type": "Strip", "strip_left": False, "strip_right": True}
-    double = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"}
-    parsed = of_pieces(
-        normalizer={"type": "Sequence", "normalizers": [strip, double]}, pre_tokenizer=always
-    )
-    return with_tokens(parsed, "<unk>", "<s>", "</s>")
-
-
-def bert() -> dict[str, Any]:
-    letters = [*"abcdefghijklmnopqrstuvwxyz0123456789?.,+-", "user", "day", "good"]
-    names = ["[UNK]", "<s>", "</s>", *letters, *(f"##{one}" for one in letters)]
-    return with_tokens(
-        {
-            "version": "1.0",
-            "added_tokens": [],
-            "normalizer": {
-                "type": "BertNormalizer",
-                "clean_text": True,
-                "handle_chinese_chars": True,
-                "strip_accents": None,
-                "lowercase": True,
-            },
-            "pre_tokenizer": {"type": "BertPreTokenizer"},
-            "post_processor": None,
-            "decoder": None,
-            "model": {
-                "type": "WordPiece",
-                "unk_token": "[UNK]",
-                "continuing_subword_prefix": "##",
-                "max_input_chars_per_word": 100,
-                "vocab": {name: number for number, name in enumerate(names)},
-            },
-        },
-        "[UNK]",
-        "<s>",
-        "</s>",
-    )
-
-
 KINDS: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, str]]] = {
     "phi3": (phi3, PHI),
-    "phi4-mini": (phi4_mini, PHI),
     "mistral-v3": (mistral_v3, MISTRAL),
-    "llama2": (llama2, ("{{ '' if m.role == 'assistant' else '[INST] ' }}", " </s>")),
     "llama3": (llama3, LLAMA3),
     "qwen": (qwen, CHATML),
-    "gemma": (gemma, GEMMA),
-    "deepseek": (deepseek, ("<｜{{ m.role }}｜>", "</s>")),
-    "roberta": (roberta, ("{{ m.role }}: ", "\n")),
-    "t5": (t5, ("{{ m.role }}: ", " </s>")),
-    "bert": (bert, ("{{ m.role }}: ", "\n")),
 }
 
 

@@ -12,13 +12,15 @@ import pytest
 
 from tests.support.processes import ROOT
 from tests.support.texts import write_texts
+from tests.support.token_folders import write_prepared
 from titanlite.config.data_sections import Data, Validation
 from titanlite.config.sections import Training
 from titanlite.data import DataError, EndOfData
 from titanlite.data.rows import IGNORE
-from titanlite.data.sequences import GAMMA, MASK, PackedDataset, epoch_order, mix
+from titanlite.data.sequences import PackedDataset, epoch_order
 from titanlite.data.text import TextReader, build_dataset
-from titanlite.data.tokenize_files import Corpus
+from titanlite.data.token_files import open_tokens
+from titanlite.data.tokenize_files import Corpus, Tokens
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, Tokenizer, load_tokenizer
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, TiktokenTokenizer, parse_ranks
 
@@ -60,13 +62,6 @@ def test_the_order_never_changes() -> None:
     assert epoch_order(5, 1, 2, shuffle=False).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_its_hash_is_splitmix64() -> None:
-    """The published first outputs for seed 0 (mix of 1, 2, 3 times gamma)."""
-    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert [mix(i * GAMMA & MASK) for i in (1, 2, 3)] == published
-    assert mix(np.array([1, 2, 3], dtype=np.uint64) * GAMMA).tolist() == published
-
-
 # Sequences
 
 
@@ -82,12 +77,19 @@ def stream_of(corpus: Corpus, epochs: int, seed: int, shuffle: bool = True) -> l
 
 
 @pytest.mark.parametrize("seq_len", [1, 7, 599, 1500])
-@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("kind", ["shuffled", "in order", "token files"])
 def test_every_token_is_a_target_once_per_epoch(
-    corpus: Corpus, seq_len: int, shuffle: bool
+    corpus: Tokens, tmp_path: Path, seq_len: int, kind: str
 ) -> None:
-    dataset = PackedDataset(corpus, seq_len=seq_len, seed=3, shuffle=shuffle, epochs=3)
+    shuffle = kind != "in order"
     stream = stream_of(corpus, 3, 3, shuffle)
+    if kind == "token files":
+        folder = write_prepared(tmp_path / "a")
+        corpus = open_tokens(str(folder), TOKENIZER, TOKENIZER.vocab_size)
+        stream = list(range(1, corpus.size + 1)) * 3
+    dataset = PackedDataset(corpus, seq_len=seq_len, seed=3, shuffle=shuffle, epochs=3)
+    order = [dataset.window(i) for i in range(dataset.sequences_per_epoch)]
+    assert (order == sorted(order)) == (not shuffle or len(order) == 1)
     assert dataset.total_sequences is not None
     inputs: list[int] = []
     targets: list[int] = []
@@ -113,8 +115,6 @@ def test_without_end_a_sequence_depends_on_its_number_alone(corpus: Corpus) -> N
         start = endless.window(i) * 64
         assert tokens.tolist() == stream[start : start + 64]
         assert labels.tolist() == stream[start + 1 : start + 65]
-    assert endless._documents.cache_info().currsize <= 3
-    assert endless._order.cache_info().currsize <= 2
     other = PackedDataset(corpus, seq_len=64, seed=4)
     assert other.sequence(0)[0].tolist() != endless.sequence(0)[0].tolist()
 

@@ -8,12 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from tests.support.pool import Pools
-from tests.support.steps import train_rows
-from tests.support.tiny import TWO_LAYERS
-from titanlite.assembly.build import build
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
@@ -22,12 +17,10 @@ from titanlite.data import DataError
 from titanlite.data.records import Columns
 from titanlite.data.rows import IGNORE
 from titanlite.data.text import build_dataset
-from titanlite.data.text_files import BUNDLED, columns_of, iter_records, list_files
+from titanlite.data.text_files import BUNDLED, columns_of, list_files
 from titanlite.data.text_function import own_records
 from titanlite.data.token_cache import load_corpus
-from titanlite.data.tokenize_files import tokenize
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.dist.dist_env import DistEnv
 from titanlite.resolve.load import load_config
 
 TOKENIZER = load_tokenizer()
@@ -90,9 +83,6 @@ def test_threads_chunks_and_caches_keep_targets(
     plain = read(cache, columns=None)
     assert plain.targets is None
     assert plain.fingerprint != whole.fingerprint
-    assert plain.fingerprint == tokenize([path], TOKENIZER, TOKENIZER.vocab_size).fingerprint
-    swapped = read(columns=Columns("q", "a"))
-    assert swapped.fingerprint != whole.fingerprint
 
 
 def test_fields_of_sources_go_before_those_of_data() -> None:
@@ -153,51 +143,3 @@ def test_one_key_needs_the_other_also_in_a_source(tmp_path: Path) -> None:
         load_file(str(path))
     (problem,) = caught.value.problems
     assert (problem.code, problem.key) == ("needs", "data.source[1]")
-
-
-FLAGS = [
-    *TWO_LAYERS,
-    f"--training.seq_len={SEQ_LEN}",
-    "--training.batch_size=2",
-    "--training.global_batch_size=8",
-    "--training.warmup_steps=1",
-    "--optimizer.lr=1e-2",
-    "--no-data.shuffle",
-    "--metrics.log_freq=1",
-]
-
-
-def _run(world: DistEnv, folder: str) -> list[float]:
-    flags = [*FLAGS, "--training.steps=10", "--no-validation.enable"]
-    return [
-        row["loss"]
-        for row in train_rows(world, folder, *flags, config="sft_debug.toml")
-        if "loss" in row
-    ]
-
-
-def _first_loss(world: DistEnv) -> float:
-    """The mean over the targets of the first 8 windows, with the initial weights of any run of this
-    seed.
-    """
-    model = build(
-        load_config("sft_debug.toml", world.size, [*FLAGS, "--training.steps=10"]), world
-    ).model
-    tokens, targets = by_hand()
-    losses = []
-    for start in range(0, 8 * SEQ_LEN, SEQ_LEN):
-        with torch.no_grad():
-            logits = model(torch.tensor([tokens[start : start + SEQ_LEN]]))[0].float()
-        places = [p for p in range(SEQ_LEN) if targets[start + p + 1]]
-        wanted = torch.tensor([tokens[start + p + 1] for p in places])
-        losses += (-logits[places].log_softmax(-1).gather(1, wanted[:, None])).flatten().tolist()
-    return sum(losses) / len(losses)
-
-
-def test_a_run_on_two_ranks_has_the_loss_computed_by_hand_and_learns(
-    pool: Pools, tmp_path: Path
-) -> None:
-    losses = pool(2).run(_run, str(tmp_path))[0]
-    assert losses[0] == pytest.approx(pool(1).run(_first_loss)[0], abs=2e-5)
-    assert losses[-1] < losses[0] - 2
-    assert len(list(iter_records(SFT, Columns("completion", "prompt")))) == len(PAIRS) == 175

@@ -13,16 +13,16 @@ import pytest
 
 from tests.support.shards import first_rows, make_stream, write_shards
 from titanlite.data import DataError
-from titanlite.data.loader import TrainLoader, gather_state
+from titanlite.data.loader import TrainLoader
 from titanlite.data.rows import IGNORE
 from titanlite.data.stream import default_lanes
 from titanlite.data.text_files import TextFiles
 
 
 @pytest.mark.parametrize(
-    ("sizes", "lanes"), [([13, 20, 7, 16, 9, 18, 11], 4), ([40, 33], 5), ([50], 1)]
+    ("sizes", "lanes", "shuffle"),
+    [([13, 20, 7, 16, 9, 18, 11], 4, True), ([40, 33], 5, True), ([50], 1, False)],
 )
-@pytest.mark.parametrize("shuffle", [True, False])
 def test_each_lane_serves_each_of_its_documents_once_per_epoch(
     tmp_path, sizes, lanes, shuffle
 ) -> None:
@@ -84,7 +84,7 @@ def test_every_number_of_ranks_serves_the_same_steps(names, workers) -> None:
 
 
 @pytest.mark.slow_after(3)
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3), (3, 2), (4, 1), (1, 8)])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (1, 8)])
 def test_a_resume_at_every_step_and_on_other_ranks_is_exact(names, before, after) -> None:
     wanted = steps_of(names)
     loaders = [TrainLoader(make_stream(names), SIZE, 1, rank, before) for rank in range(before)]
@@ -171,7 +171,3 @@ def test_bad_text_is_named_and_a_lane_without_text_too(tmp_path) -> None:
     (tmp_path / "part-01.jsonl.gz").write_bytes(gzip.compress(b'{"text": "1"}\n{"txt": 2}\n'))
     with pytest.raises(DataError, match="part-01.jsonl.gz, line 2"):
         first_rows(make_stream(names, lanes=2), 4)
-
-
-def test_a_state_without_rows_is_left_alone(names) -> None:
-    assert gather_state({"next_sequence": 5}, make_stream(names)) == {"next_sequence": 5}

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import os
-import signal
 import stat
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.processes import environment
 from tests.support.texts import write_texts
-from titanlite.config.data_sections import Data, Validation
-from titanlite.config.sections import Training
 from titanlite.data import DataError, token_cache
-from titanlite.data.text import TextReader, build_dataset
 from titanlite.data.token_cache import load_corpus
 from titanlite.data.tokenize_files import Corpus, tokenize
 from titanlite.data.tokenizer import load_tokenizer
@@ -168,65 +162,6 @@ def test_threads_follow_cores_and_ranks(
         load(text, "off", workers=None)
 
 
-def test_sections_reach_the_cache(text: Path, cache: Path, counted: list[int]) -> None:
-    data = Data(num_workers=2, token_cache=str(cache))
-    size = TOKENIZER.vocab_size
-    assert is_mapped(
-        build_dataset(Training(dataset_path=str(text), seq_len=4), data, TOKENIZER, size).corpus
-    )
-    held_out = Validation(dataset_path=str(text))
-    assert is_mapped(TextReader(data, TOKENIZER, size).held_out(held_out, 4)[""].corpus)
-    assert counted == [2]
-
-
-PROGRAM = """
-import logging, resource, sys, time
-from pathlib import Path
-from titanlite.data import token_cache
-from titanlite.data.tokenize_files import tokenize
-from titanlite.data.tokenizer import load_tokenizer
-
-logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-
-def slow(*arguments):
-    print("tokenizing", flush=True)
-    time.sleep({"hang": 600.0, "slow": 1.0}.get(sys.argv[3], 0.0))
-    return tokenize(*arguments)
-
-token_cache.tokenize = slow
-tokenizer = load_tokenizer()
-if sys.argv[3] == "full":
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4500, resource.RLIM_INFINITY))
-text = [Path(sys.argv[1])]
-size = tokenizer.vocab_size
-corpus = token_cache.load_corpus(text, tokenizer, size, workers=0, cache=sys.argv[2])
-print("sum", int(corpus.tokens.sum()), type(corpus.tokens.base).__name__, flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_processes_that_wait_fill_the_disk_or_are_killed(text: Path, cache: Path) -> None:
-    def start(what: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", PROGRAM, str(text), str(cache), what]
-        return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
-
-    out, _ = start("full").communicate(timeout=600)
-    assert "tokens cannot be saved" in out
-    assert "File too large" in out
-    assert "NoneType" in out
-    assert names(cache) == []
-    with start("hang") as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "tokenizing\n"
-        process.send_signal(signal.SIGKILL)
-    assert names(cache) == [".lock"]  # it holds nobody up
-    printed = [process.communicate(timeout=600)[0] for process in [start("slow"), start("slow")]]
-    total = int(tokenize([text], TOKENIZER, TOKENIZER.vocab_size).tokens.sum())
-    assert all(f"sum {total} memmap" in out for out in printed)
-    assert sum("tokenizing" in out for out in printed) == 1
-    assert names(cache) == [".tokens"]
-
-
 def test_a_wait_for_another_process_is_told_and_ends(
     text: Path, cache: Path, logged: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,3 +177,26 @@ def test_a_wait_for_another_process_is_told_and_ends(
             load(text, cache)
     assert logged().count("waiting for another process to tokenize the text") == 3
     assert load(text, cache).size > 0
+
+
+def test_one_of_two_tokenizes_and_a_full_disk_leaves_no_file(
+    text: Path,
+    cache: Path,
+    counted: list[int],
+    logged: Callable[[], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: load(text, cache), range(2)))
+    assert same(*found)
+    assert all(map(is_mapped, found))
+    assert len(counted) == 1
+    assert names(cache) == [".tokens"]
+
+    def full(_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(token_cache, "sync", full)
+    assert not is_mapped(load(text, cache, 128_256))
+    assert "tokens cannot be saved in" in logged()
+    assert names(cache) == [".tokens"]

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from tests.support.token_folders import LENGTHS, SIZE, TOKENIZER, write_megatron, write_prepared
-from titanlite.config.data_sections import Data, DataSource
+from titanlite.config.data_sections import Data
 from titanlite.config.sections import Training
-from titanlite.data import DataError, EndOfData
+from titanlite.data import DataError
 from titanlite.data.rows import IGNORE, FilePlace
 from titanlite.data.sequences import PackedDataset, Permutation, epoch_key
-from titanlite.data.text import TextReader, build_dataset
+from titanlite.data.text import build_dataset
 from titanlite.data.token_files import open_tokens
 from titanlite.data.token_paths import INDEX, is_tokens
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, load_tokenizer
@@ -68,7 +68,7 @@ def test_the_order_never_changes() -> None:
     ]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 16, 17, 29, 1000, 4099])
+@pytest.mark.parametrize("count", [1, 2, 5, 16, 17, 4099])
 def test_each_place_has_its_own_element(count: int) -> None:
     for epoch in range(3):
         assert sorted(map(Permutation(count, epoch_key(1, epoch)), range(count))) == list(
@@ -76,49 +76,7 @@ def test_each_place_has_its_own_element(count: int) -> None:
         )
 
 
-def test_every_element_is_as_likely_at_every_place() -> None:
-    """Chi-square over 2,000 keys, 12 elements at 12 places: 121 degrees of freedom, 99.99 % are
-    below 184.
-    """
-    table = np.zeros((12, 12))
-    for key in range(2000):
-        for place in range(12):
-            table[place, Permutation(12, epoch_key(key, 0))(place)] += 1
-    expected = 2000 / 12
-    assert ((table - expected) ** 2 / expected).sum() < 184
-
-
 # Rows
-
-
-@pytest.mark.parametrize("seq_len", [1, 7, 64, 599])
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_every_token_is_a_target_once_per_epoch(
-    tmp_path: Path, seq_len: int, shuffle: bool
-) -> None:
-    rows = rows_of(
-        write_prepared(tmp_path / "a"), seq_len=seq_len, shuffle=shuffle, epochs=3, seed=3
-    )
-    stream = list(range(1, TOTAL + 1)) * 3
-    assert rows.total_sequences is not None
-    order = sorted(range(rows.total_sequences), key=rows.window)
-    assert (order == list(range(rows.total_sequences))) == (
-        not shuffle or rows.sequences_per_epoch == 1
-    )
-    inputs: list[int] = []
-    targets: list[int] = []
-    for row in map(rows.sequence, order):
-        assert row.tokens.shape == row.labels.shape == (seq_len,)
-        assert row.tokens.dtype == row.labels.dtype == np.int64
-        inputs += row.tokens[row.labels != IGNORE].tolist()
-        targets += row.labels[row.labels != IGNORE].tolist()
-    assert (inputs, targets) == (stream[:-1], stream[1:])
-    with pytest.raises(EndOfData, match=f"{rows.total_sequences:,} sequences? in 3 epochs$"):
-        rows.sequence(rows.total_sequences)
-    served = [[rows.window(e * rows.sequences_per_epoch + i) for i in range(20)] for e in range(2)]
-    assert seq_len > 64 or (np.diff(served, axis=0) == rows.sequences_per_epoch).all() == (
-        not shuffle
-    )
 
 
 def test_documents_are_found_by_number(tmp_path: Path) -> None:
@@ -133,13 +91,8 @@ def test_documents_are_found_by_number(tmp_path: Path) -> None:
             for pair in dict.fromkeys(zip(epoch[span].tolist(), owner[span].tolist(), strict=True))
         ]
         assert numbers_in(rows, n) == expected
-        numbers = rows.sequence(n).documents
-        assert numbers is not None
-        assert numbers.dtype == np.int32
-        changes = np.diff(owner[span][:7]) != 0
         borders = np.diff(owner[span]) != 0
         assert (rows.sequence(n).labels[: len(borders)][borders] == IGNORE).all()
-        assert numbers[: len(changes) + 1].tolist() == [0, *np.cumsum(changes).tolist()]
     files = rows.corpus
     assert (files.documents, files.size) == (20, TOTAL)
     assert np.diff(files.offsets).tolist() == [n for part in LENGTHS for n in part]
@@ -185,58 +138,6 @@ def test_megatron_documents_are_of_several_sequences(tmp_path: Path) -> None:
         rows_of(bin_file)
 
 
-def test_each_npy_file_is_one_document(tmp_path: Path) -> None:
-    np.save(tmp_path / "1.npy", np.arange(10, dtype=np.uint32))
-    np.save(tmp_path / "2.npy", np.arange(10, 15, dtype=np.int64))
-    rows = rows_of(tmp_path, seq_len=7, shuffle=False, epochs=1)
-    assert rows.sequence(1).tokens.tolist() == list(range(7, 14))
-    assert (rows.corpus.documents, rows.documents_in(1)) == (2, [(0, 3), (1, 5)])
-    np.save(tmp_path / "3.npy", np.zeros((2, 3)))
-    with pytest.raises(
-        DataError,
-        match=r"3.npy: expected one row of whole numbers, found float64 of shape \(2, 3\)",
-    ):
-        rows_of(tmp_path)
-
-
-def test_text_beside_arrays_and_indexes_of_other_programs_stays_text(tmp_path: Path) -> None:
-    np.save(tmp_path / "lengths.npy", np.arange(10))
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
-    (tmp_path / "a.jsonl.idx").write_bytes(b"")
-    assert not is_tokens(str(tmp_path / "a.jsonl"))
-    assert not is_tokens(str(tmp_path))
-    for name in ("a.jsonl", "a.jsonl.idx"):
-        (tmp_path / name).unlink()
-    assert is_tokens(str(tmp_path))
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    assert not is_tokens(str(tmp_path))
-    source = DataSource(path=str(tmp_path), format="text")
-    (tmp_path / "a.parquet").rename(tmp_path / "a.txt")
-    rows = TextReader(Data(), TOKENIZER, SIZE).open(source, "data.source[0]", 7, None)
-    assert rows.describe() == "1 document, 6 tokens per epoch"
-
-
-def test_an_impossible_id_names_file_and_place(tmp_path: Path) -> None:
-    ids = np.ones(3_000_000, dtype=np.int32)
-    ids[1_500] = -1
-    np.save(tmp_path / "a.npy", ids)
-    with pytest.raises(
-        DataError,
-        match=r"a.npy, token 1,500 \(from 0\): id -1 is outside the model's vocabulary of 2304",
-    ):
-        rows_of(tmp_path / "a.npy")
-    ids[1_500] = 1
-    ids[9_000] = SIZE
-    np.save(tmp_path / "a.npy", ids)
-    rows = rows_of(tmp_path / "a.npy", shuffle=False)  # the sample at the start has missed it
-    with pytest.raises(DataError, match=r"a.npy, token 9,000 \(from 0\): id 2304"):
-        rows.sequence(9_000 // 7)
-    with pytest.raises(
-        DataError, match=f"holds the id {TOTAL}, which is outside the model's vocabulary of {TOTAL}"
-    ):
-        open_tokens(str(write_prepared(tmp_path / "a")), TOKENIZER, TOTAL)
-
-
 def test_a_change_of_foreign_files_changes_the_fingerprint(tmp_path: Path) -> None:
     found = set()
     for change in ({}, {0: 5}, {99: 5}):
@@ -250,6 +151,9 @@ def test_a_change_of_foreign_files_changes_the_fingerprint(tmp_path: Path) -> No
 
 def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     folder = write_prepared(tmp_path / "a")
+    too_high = f"holds the id {TOTAL}, which is outside the model's vocabulary of {TOTAL}"
+    with pytest.raises(DataError, match=too_high):
+        open_tokens(str(folder), TOKENIZER, TOTAL)
     other = load_tokenizer(str(BUNDLED_SENTENCEPIECE))
     prints = (
         f"tokenizer {TOKENIZER.fingerprint[:16]} .*, and this config has {other.fingerprint[:16]}"

@@ -154,8 +154,6 @@ def test_offsets_and_sizes_are_checked_at_the_start(tmp_path: Path) -> None:
         [
             ([0, 60, 50, 100], r"document 1 \(from 0\) begins at 60 and ends before that, at 50"),
             ([1, 30, 50, 100], "it goes from 1 to 100 instead of 0 to 100"),
-            ([0, 30, 50, 1 << 40], "it goes from 0 to 1,099,511,627,776 instead"),
-            ([0, -5, 50, 100], r"document 0 \(from 0\) begins at 0 and ends before that, at -5"),
         ]
     ):
         folder = prepared(tmp_path / str(number))
@@ -241,10 +239,6 @@ def test_a_run_ends_before_a_checkpoint_holds_damaged_tokens(tmp_path: Path) -> 
     assert done.returncode == 2
     assert "part-1.tokens is damaged: its content does not fit its hash" in done.stderr
     assert not list(out.glob("checkpoint/step-*/manifest.json"))
-    flip(folder / "part-1.tokens", 5)
-    done = titanlite("train", *words)
-    assert done.returncode == 0, done.stderr
-    assert len(list(out.glob("checkpoint/step-*/manifest.json"))) == 2
 
 
 # The command
@@ -272,10 +266,3 @@ def test_verify_names_all_that_is_damaged(
     assert "3 damaged" in said
     assert f"{folder}/part-1.offsets: No such file" in said
     assert "part-0.offsets is damaged: document 1" in said
-
-
-def test_verify_is_of_prepared_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    np.save(tmp_path / "a.npy", np.arange(10, dtype=np.uint16))
-    for path in (tmp_path, tmp_path / "a.npy"):
-        assert main(["data", "verify", str(path)]) == 2
-        assert "is no finished folder of prepared tokens" in capsys.readouterr().err

@@ -71,17 +71,6 @@ def refused(path: Path, words: str) -> None:
     assert str(path.parent) in str(caught.value)
 
 
-def test_the_same_ranks_give_the_same_ids_as_tiktoken(llama3: Path, documents: list[str]) -> None:
-    ours = load(llama3)
-    reference = load_tokenizer()
-    assert ours.special_tokens == reference.special_tokens
-    assert (ours.vocab_size, ours.bos_id, ours.eos_id) == (2304, 2048, 2049)
-    for text in [*documents, *TEXTS, "<|begin_of_text|> not special <|eot_id|>", "a\ud800b"]:
-        ids = ours.encode(text, bos=True, eos=True)
-        assert ids == reference.encode(text, bos=True, eos=True)
-        assert ours.decode(ids) == reference.decode(ids)
-
-
 def test_ids_are_those_of_transformers_and_of_sentencepiece(
     llama2: Path, documents: list[str]
 ) -> None:
@@ -121,13 +110,12 @@ def test_post_processor_truncation_and_padding_have_no_effect(llama3: Path, tmp_
     changed.enable_padding(length=64, pad_id=2050, pad_token=SPECIAL_TOKENS[2])
     changed.save(str(tmp_path / "tokenizer.json"))
     text = "In the beginning God created the heaven and the earth."
-    plain = load(llama3)
     ours = load(tmp_path / "tokenizer.json")
     assert len(changed.encode(text).ids) == 64
-    assert changed.encode(text).ids[0] == 2048
-    assert ours.encode(text) == plain.encode(text)
-    assert ours.encode(text, bos=True, eos=True) == [2048, *plain.encode(text), 2049]
-    assert ours.fingerprint == plain.fingerprint, "it is no part of the identity"
+    tiktoken = load_tokenizer()
+    assert ours.special_tokens == tiktoken.special_tokens
+    assert ours.encode(text, bos=True, eos=True) == tiktoken.encode(text, bos=True, eos=True)
+    assert ours.fingerprint == load(llama3).fingerprint, "it is no part of the identity"
 
 
 def write_words(folder: Path, *words: str, **beside: Any) -> Path:
@@ -151,12 +139,6 @@ NAMED = {"bos_token": "B", "eos_token": "E"}
     [
         ({}, "<s>", "</s>"),
         ({"tokenizer_config": NAMED}, "B", "E"),
-        ({"special_tokens_map": NAMED}, "B", "E"),
-        (
-            {"tokenizer_config": {k: {"content": v, "lstrip": False} for k, v in NAMED.items()}},
-            "B",
-            "E",
-        ),
         (
             {"tokenizer_config": NAMED, "special_tokens_map": {"bos_token": "a", "eos_token": "a"}},
             "B",
@@ -165,11 +147,6 @@ NAMED = {"bos_token": "B", "eos_token": "E"}
         ({"tokenizer_config": {"bos_token": "B"}, "special_tokens_map": NAMED}, "B", "E"),
         ({"tokenizer_config": {"eos_token": "</s>", "model_max_length": 4}}, "<s>", "</s>"),
         ({"tokenizer_config": {"eos_token": "<|endoftext|>"}}, "<|endoftext|>", "<|endoftext|>"),
-        (
-            {"tokenizer_config": {"bos_token": None, "eos_token": "<|endoftext|>"}},
-            "<|endoftext|>",
-            "<|endoftext|>",
-        ),
         (
             {"tokenizer_config": {"bos_token": None, "eos_token": "<|im_end|>"}},
             "<|endoftext|>",
@@ -191,11 +168,6 @@ def test_files_that_name_bos_and_eos(
     [
         ({}, "no file names its bos_token and eos_token"),
         ({"tokenizer_config": {"eos_token": "E"}}, "no file names its bos_token, and"),
-        (
-            {"tokenizer_config": {"bos_token": None, "eos_token": "E"}},
-            "no file names its bos_token, and",
-        ),
-        ({"tokenizer_config": {"bos_token": "X"}}, "no file names its eos_token, and"),
         ({"tokenizer_config": NAMED | {"pad_token": 3}}, "special tokens of tokenizer_config.json"),
         (
             {"tokenizer_config": NAMED | {"added_tokens_decoder": ["X"]}},
@@ -211,7 +183,7 @@ def test_unknown_bos_and_eos_are_refused(
 
 IN_CONFIG = {"content": "<|x|>", "normalized": False, "special": True}
 #: Files beside a vocabulary of 8 words, none of which is an added token: as torchtitan's test
-#: tokenizer has them, whose ids in the config are none; plain names; and those of older versions.
+#: tokenizer has them, whose ids in the config are none; and plain names.
 ADDING = {
     "torchtitan": {
         "tokenizer_config": {
@@ -237,10 +209,6 @@ ADDING = {
             "eos_token": {"__type": "AddedToken", **IN_CONFIG, "content": "<|end|>"},
             "bos_token": "<|begin|>",
         }
-    },
-    "map": {
-        "tokenizer_config": {"bos_token": "<|begin|>", "model_max_length": 8},
-        "special_tokens_map": {"pad_token": "<pad>", "eos_token": {"content": "<|end|>"}},
     },
 }
 

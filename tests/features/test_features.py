@@ -13,34 +13,29 @@ import pytest
 
 import titanlite.plan
 from tests.support.processes import python
-from titanlite.config.model_sections import Optimizer
-from titanlite.config.sections import (
-    ActivationCheckpoint,
-    Config,
-    Experimental,
-    Float8,
-    Parallelism,
-    Training,
-)
 from titanlite.parallel import parallelize
 from titanlite.resolve.load import load_config
 from titanlite.run.features import FEATURES, Feature, features_of
 
-#: Flags that switch a feature on, by its folder.
+#: Folders of features → the flags that switch them on.
 ON = {
+    "": [],
     "context": ["--experimental.context_parallel_degree=2"],
-    "experts": [
-        "--model.name=mixtral",
-        "--model.flavor=debugmodel",
-        "--parallelism.expert_parallel_degree=2",
+    "ema pipeline": ["--experimental.pipeline_parallel_degree=2", "--optimizer.ema_decay=0.5"],
+    "experts": ["--model.name=mixtral", "--parallelism.expert_parallel_degree=2"],
+    # MXFP8 is float8 with other numbers.
+    "float8 mx": [
+        "--float8.enable_float8_linear",
+        "--float8.emulate",
+        "--float8.recipe_name=mxfp8",
     ],
-    "pipeline": ["--experimental.pipeline_parallel_degree=2"],
-    "async_tp": ["--experimental.enable_async_tensor_parallel", "--training.compile"],
-    "float8": ["--float8.enable_float8_linear"],
-    "mx": ["--float8.enable_float8_linear", "--float8.emulate", "--float8.recipe_name=mxfp8"],
-    "loss_chunks": ["--training.loss_chunks=2"],
-    "activation_offload": ["--activation_checkpoint.offload"],
-    "ema": ["--optimizer.ema_decay=0.5"],
+    "activation_offload async_tp float8 loss_chunks": [
+        "--activation_checkpoint.offload",
+        "--experimental.enable_async_tensor_parallel",
+        "--training.compile",
+        "--float8.enable_float8_linear",
+        "--training.loss_chunks=2",
+    ],
 }
 LOADED = """
 import sys
@@ -61,13 +56,11 @@ HOOKS = [
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("name", ["", *ON])
-def test_a_config_check_imports_the_features_that_are_on_and_no_torch(name: str) -> None:
-    done = python("-c", LOADED, *ON.get(name, []))
+@pytest.mark.parametrize("names", ON)
+def test_a_config_check_imports_the_features_that_are_on_and_no_torch(names: str) -> None:
+    done = python("-c", LOADED, *ON[names])
     assert done.returncode == 0, done.stderr
-    # MXFP8 is float8 with other numbers.
-    wanted = ["float8", "mx"] if name == "mx" else [*filter(None, [name])]
-    assert done.stdout.split() == [*wanted, "False"]
+    assert done.stdout.split() == [*names.split(), "False"]
 
 
 @pytest.mark.slow
@@ -75,33 +68,6 @@ def test_checkpoints_import_no_feature() -> None:
     done = python("-c", SAVES)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
-
-
-def test_features_are_on_as_their_keys_say() -> None:
-    assert features_of(Config()).on == []
-    config = Config(
-        training=Training(loss_chunks=2),
-        experimental=Experimental(
-            enable_async_tensor_parallel=True,
-            context_parallel_degree=2,
-            pipeline_parallel_degree=2,
-        ),
-        parallelism=Parallelism(expert_parallel_degree=2),
-        float8=Float8(enable_float8_linear=True),
-        activation_checkpoint=ActivationCheckpoint(offload=True),
-        optimizer=Optimizer(ema_decay=0.5),
-    )
-    features = features_of(config)
-    assert [feature.key for feature in features.on] == [
-        "experimental.context_parallel_degree",
-        "parallelism.expert_parallel_degree",
-        "experimental.pipeline_parallel_degree",
-        "experimental.enable_async_tensor_parallel",
-        "training.loss_chunks",
-        "float8.enable_float8_linear",
-        "activation_checkpoint.offload",
-        "optimizer.ema_decay",
-    ]
 
 
 def test_a_seed_checkpoint_is_made_by_one_process_whatever_the_degrees() -> None:

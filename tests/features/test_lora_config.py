@@ -110,7 +110,6 @@ def test_what_freezing_saves() -> None:
     runs = read(), read("--lora.rank=0")
     frozen, whole = (make_plan(run, cluster_of(run, gpu="h100-80g")) for run in runs)
     trained = 41_943_040  # of 8.03 billion
-    assert frozen.disk is not None and frozen.disk.checkpoint == 12 * trained
     parts = frozen.memory.peak.parts
     assert parts["optimizer"] == 8 * trained / 8
     assert parts.get("gradients", 0) <= 4 * trained / 8

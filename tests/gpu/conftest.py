@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -47,6 +48,26 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
         if NULL_GPU and own:  # no assertion inside of torch or titanlite
             raise NumbersError(str(error)) from error
         raise
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def without_waits() -> Iterator[None]:
+    """Let torch raise at what waits for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.compare import DOCUMENTS, LABELS, TOKENS, WARM
+from tests.gpu.conftest import without_waits
+from tests.support.compare import DOCUMENTS, LABELS, TOKENS, WARM, relative
 from tests.support.harness import Run, alone, train, train_afresh
 from titanlite.config.sections import ActivationCheckpoint, Compile, Training
 from titanlite.dist.dist_env import DistEnv
@@ -80,13 +81,10 @@ def attend_in_parts(
             with seen:
                 output = attention(*parts, mask)
         output.backward(share.part(upstream, 2))
-        errors.append(relative_error(output, share.part(expected, 2)))
-    errors += [relative_error(t.grad, whole.grad) for t, whole in zip(ours, exact, strict=True)]
+        errors.append(relative(output.float(), share.part(expected, 2)))
+    for part, whole in zip(ours, exact, strict=True):
+        errors.append(relative(part.grad.float(), whole.grad))  # type: ignore[union-attr, arg-type]
     return max(errors), seen
-
-
-def relative_error(a: Any, b: Any) -> float:
-    return ((a.float() - b).norm() / b.norm()).item()
 
 
 @pytest.mark.numbers
@@ -148,16 +146,13 @@ def test_outputs_and_gradients_equal_those_of_the_cpu(
     for found, exact in zip(
         attend(attention, doc_ids.to(world.device), dtype), expected, strict=True
     ):
-        assert (found - exact).norm() / exact.norm() < within
+        assert relative(found, exact) < within
 
 
 def test_the_host_does_not_wait_for_the_mask(world: DistEnv) -> None:
     doc_ids = (torch.arange(1024, device=world.device) // 100).expand(2, -1).contiguous()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waits():
         document_mask(doc_ids)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.numbers

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -191,16 +189,6 @@ def test_the_heads_gradient_in_chunks_is_that_of_float32(world: DistEnv) -> None
 FLOAT8 = Float8(enable_float8_linear=True)
 GATHERED = changed(FLOAT8, enable_fsdp_float8_all_gather=True)
 ROWWISE = changed(FLOAT8, recipe_name="rowwise")
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.numbers

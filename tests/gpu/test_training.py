@@ -4,7 +4,7 @@ resume.
 
 from __future__ import annotations
 
-import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.gpu.conftest import without_waits
 from tests.support.checkpoints import RUN as SAVED
 from tests.support.checkpoints import train as train_and_save
 from tests.support.compare import LABELS, TOKENS, WARM, relative
+from tests.support.float8_runs import distance, spread
 from tests.support.harness import (
     Run,
     batches,
@@ -60,12 +62,8 @@ def test_weights_are_drawn_without_a_wait_in_pieces_that_any_gpu_holds(
             return func(*args, **(kwargs or {}))
 
     whole = torch.empty(SHAPE, device=world.device)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with Seen():
-            fill(whole, (0, 0), SHAPE, "w", Init(kind, std=0.02, bound=0.06), seed=3)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with without_waits(), Seen():
+        fill(whole, (0, 0), SHAPE, "w", Init(kind, std=0.02, bound=0.06), seed=3)
     assert sum(sizes) == whole.numel()
     assert max(sizes) <= 2**15
 
@@ -124,11 +122,8 @@ def test_bf16_training_stays_within_the_spread_of_seeds(world: DistEnv) -> None:
     """Mean distance of its losses from those of fp32: at most twice what another seed makes of
     them.
     """
-    plain, *others = (
-        torch.tensor(train(world, replace(RUN, seed=seed)).losses) for seed in (7, 8, 9)
-    )
-    spread = torch.stack([(plain - other).abs().mean() for other in others]).mean()
-    assert 0 < (torch.tensor(train(world, BF16).losses) - plain).abs().mean() < 2 * spread
+    plain, *others = (train(world, replace(RUN, seed=seed)).losses for seed in (7, 8, 9))
+    assert 0 < distance(train(world, BF16).losses, plain) < 2 * spread(plain, others)
 
 
 def test_a_step_never_waits_for_the_device(world: DistEnv) -> None:
@@ -141,34 +136,26 @@ def test_a_step_never_waits_for_the_device(world: DistEnv) -> None:
         data = to_device(
             micro_batches(BF16, step, rank, world.size), world.device
         )  # before: a copy may wait
-        if step > 1:
-            torch.cuda.set_sync_debug_mode("error")
-        try:
+        with without_waits() if step > 1 else nullcontext():
             train_step(model, optimizer, data, step=step, lr=1e-3, max_norm=1.0, guard=guard)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         guard.poll()
 
 
 @pytest.mark.numbers
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
 def test_a_resume_is_exact(world: DistEnv, tmp_path: Path, mode: str) -> None:
     """6 steps, saved at the third and gone on with, are the same bits; a save in the background
     copies in time.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    try:
-        straight = train_and_save(world, SAVED, str(tmp_path / "straight"), 1, 6, every=3)
-        first = train_and_save(
-            world, SAVED, str(tmp_path / "parts"), 1, 3, every=3, async_mode=mode
-        )
-        rest = train_and_save(world, SAVED, str(tmp_path / "parts"), 4, 6, every=3, async_mode=mode)
-        train_and_save(
-            world, SAVED, str(tmp_path / "on"), 1, 6, every=3, async_mode=mode
-        )  # steps beside a copy
-    finally:
-        torch.use_deterministic_algorithms(False)
+
+    def saved(name: str, first: int, last: int, async_mode: str = mode) -> Any:
+        folder = str(tmp_path / name)
+        return train_and_save(world, SAVED, folder, first, last, every=3, async_mode=async_mode)
+
+    straight = saved("straight", 1, 6, "disabled")
+    first, rest = saved("parts", 1, 3), saved("parts", 4, 6)
+    saved("on", 1, 6)  # steps beside a copy
     assert [*first["losses"], *rest["losses"]] == straight["losses"]
     for name, step in (("parts", 3), ("parts", 6), ("on", 3)):
         pair = (Contents(tmp_path / folder / f"step-{step}") for folder in (name, "straight"))

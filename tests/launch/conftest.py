@@ -1,4 +1,4 @@
-"""Two hosts, and a Slurm, for the tests of jobs on several machines."""
+"""A Slurm, and the run of the jobs without one."""
 
 from __future__ import annotations
 
@@ -8,17 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.namespaces import Host, hosts
 from tests.launch.slurm_cluster import Cluster, cluster, missing
 from tests.launch.slurm_jobs import RUN
 from tests.support import ranks as local_ranks
-from tests.support.processes import environment
-
-
-@pytest.fixture(scope="module")
-def machines() -> Iterator[list[Host]]:
-    with hosts(2) as both:
-        yield both
 
 
 @pytest.fixture(scope="session")
@@ -31,14 +23,12 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         warnings.warn(message, stacklevel=1)
         pytest.skip(message)
     with cluster(tmp_path_factory.mktemp("slurm")) as one:
-        one.environment.update(environment())
-        one.environment["PATH"] += ":/usr/sbin"
         yield one
 
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train the run of the jobs on two ranks without Slurm; return its folder."""
+    """Train the run of the jobs on two ranks without a launcher; return its folder."""
     folder = tmp_path_factory.mktemp("undisturbed")
     local_ranks.train([*RUN, f"--job.dump_folder={folder}"], 2, folder / "console")
     return folder

@@ -11,8 +11,7 @@ from pathlib import Path
 from tests.launch.slurm_cluster import Cluster
 from tests.support.processes import titanlite
 from tests.support.tiny import TWO_LAYERS
-from tests.support.train_runs import rows, unequal
-from titanlite.utils import read_lines
+from titanlite.runs.lines import read_lines
 
 STEPS = 30
 RUN = [
@@ -36,15 +35,10 @@ ENDS = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
 
 def submit(slurm: Cluster, folder: Path, *more: str) -> str:
     """Submit a job; return its number."""
-    return write(slurm, folder, "--submit", *more).split()[1]
-
-
-def write(slurm: Cluster, folder: Path, *more: str) -> str:
-    """Write a job; return the output."""
-    words = ["slurm", *RUN, *LAUNCH, f"--job.dump_folder={folder}", *more]
+    words = ["slurm", *RUN, *LAUNCH, f"--job.dump_folder={folder}", "--submit", *more]
     done = titanlite("launch", *words, env=slurm.environment)
     assert done.returncode == 0, done.stderr
-    return str(done.stdout)
+    return done.stdout.split()[1]
 
 
 def read_log(folder: Path, job: str) -> str:
@@ -59,50 +53,26 @@ def until_step(folder: Path, step: int, seconds: float = 600) -> None:
         time.sleep(0.1)
 
 
-def completed(slurm: Cluster, folder: Path, job: str, undisturbed: Path) -> None:
-    assert slurm.wait(job, *ENDS) == "COMPLETED", read_log(folder, job)
-    assert [row[0] for row in rows(folder)] == list(
-        range(1, STEPS + 1)
-    )  # none is lost, none comes twice
-    assert unequal(undisturbed, folder, STEPS) == []
-
-
-def lose(slurm: Cluster, node: str, job: str, *, silently: bool = True) -> None:
-    """End the daemon of a node and all processes of a job there.
-
-    silently: first of all those that would report it, as a power failure does.
+def lose(slurm: Cluster, node: str, job: str) -> None:
+    """End the daemon of a node and all processes of a job there, as a power failure does: first of
+    all those that would report it.
     """
     daemon = slurm.daemons[node]
     daemon.kill()
     daemon.wait()
-    found = processes(f"SLURM_JOB_ID={job}", f"SLURMD_NODENAME={node}")
-    silent = _supervisors(found) if silently else set()
-    for pid in [*silent, *found]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def freeze(slurm: Cluster, node: str, job: str) -> list[int]:
-    """Stop the daemon of a node and all processes of a job there; return them."""
-    found = processes(f"SLURM_JOB_ID={job}", f"SLURMD_NODENAME={node}")
-    frozen = [slurm.daemons[node].pid, *_supervisors(found), *found]
-    for pid in frozen:
-        os.kill(pid, signal.SIGSTOP)
-    return frozen
-
-
-def _supervisors(found: list[int]) -> set[int]:
-    """Return the slurmstepd that started the processes."""
-    parents = set()
+    found = _processes(f"SLURM_JOB_ID={job}", f"SLURMD_NODENAME={node}")
+    supervisors = set()
     for pid in found:
         with contextlib.suppress(OSError):
             parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
             if b"slurmstepd" in Path(f"/proc/{parent}/cmdline").read_bytes():
-                parents.add(parent)
-    return parents
+                supervisors.add(parent)
+    for pid in [*supervisors, *found]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
-def processes(*variables: str) -> list[int]:
+def _processes(*variables: str) -> list[int]:
     """Return the processes that have these environment variables."""
     found = []
     for file in Path("/proc").glob("[0-9]*/environ"):

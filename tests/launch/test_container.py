@@ -22,7 +22,7 @@ from tests.support.processes import ROOT, environment
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.launch.container_start import sagemaker_job
-from titanlite.utils import read_lines
+from titanlite.runs.lines import read_lines
 
 NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 RUN = [
@@ -126,40 +126,9 @@ def _opt_ml(base: Path, hosts: list[str], here: str, **more: object) -> Path:
     return base
 
 
-def _saves(process: subprocess.Popen[str], folder: Path) -> None:
-    """Stop a run after its third step: it saves a checkpoint, and the container ends with
-    code 5.
-    """
-    file = folder / "metrics.jsonl"
-    end = time.monotonic() + 300
-    while not file.exists() or not any(row.get("step", 0) >= 3 for row in read_lines(file)):
-        assert time.monotonic() < end and process.poll() is None, process.communicate()[0]
-        time.sleep(0.05)
-    _signal(process, signal.SIGTERM)
-    said = process.communicate(timeout=300)[0]
-    assert process.returncode == exit_codes.PREEMPTED, said
-    (saved,) = (folder / "checkpoint").glob("step-*")
-    assert read_manifest(saved).step >= 3
-    assert "SIGTERM: stopping" in said
-
-
-@pytest.mark.slow
-def test_a_signal_to_the_container_leads_to_a_checkpoint(tmp_path: Path) -> None:
-    words = [
-        "--nproc_per_node=2",
-        "--rdzv_backend=c10d",
-        "--rdzv_endpoint=localhost:0",
-        "-m",
-        "titanlite",
-        "train",
-    ]
-    flags = ["debug_model.toml", *RUN, f"--job.dump_folder={tmp_path}"]
-    with _start("python", "-m", "titanlite.torchrun", *words, *flags) as process:
-        _saves(process, tmp_path)
-
-
 @pytest.mark.slow
 def test_a_sagemaker_job_that_is_stopped_leads_to_a_checkpoint(tmp_path: Path) -> None:
+    """The container ends with code 5."""
     flags = dict(flag.removeprefix("--").split("=") for flag in RUN if "=" in flag)
     flags |= {
         "job.dump_folder": str(tmp_path / "run"),
@@ -169,4 +138,15 @@ def test_a_sagemaker_job_that_is_stopped_leads_to_a_checkpoint(tmp_path: Path) -
     base = _opt_ml(tmp_path / "ml", ["localhost"], "localhost", **flags)
     variables = {"SAGEMAKER_BASE_DIR": str(base), "GLOO_SOCKET_IFNAME": "lo", "NGPU": "2"}
     with _start("train", **variables) as process:
-        _saves(process, tmp_path / "run")
+        run = tmp_path / "run"
+        file = run / "metrics.jsonl"
+        end = time.monotonic() + 300
+        while not file.exists() or not any(row.get("step", 0) >= 3 for row in read_lines(file)):
+            assert time.monotonic() < end and process.poll() is None, process.communicate()[0]
+            time.sleep(0.05)
+        _signal(process, signal.SIGTERM)
+        said = process.communicate(timeout=300)[0]
+        assert process.returncode == exit_codes.PREEMPTED, said
+        (saved,) = (run / "checkpoint").glob("step-*")
+        assert read_manifest(saved).step >= 3
+        assert "SIGTERM: stopping" in said

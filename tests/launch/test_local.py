@@ -1,6 +1,4 @@
-"""`titanlite launch local` on two machines, which are network namespaces: a cut link and a killed
-agent.
-"""
+"""`titanlite launch local`: the script, and two machines, of which one loses its agent."""
 
 from __future__ import annotations
 
@@ -8,84 +6,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.launch.namespaces import Host
+from tests.launch.slurm_jobs import LAUNCH, RUN, STEPS, until_step
 from tests.support.processes import ROOT, environment, titanlite
 from tests.support.train_runs import rows, unequal
 from titanlite import exit_codes
 from titanlite.cli.launch import prepare
 from titanlite.launch import local as launch_local
-from titanlite.runs.attempts import read_entries
-from titanlite.utils import read_lines
 
 EXAMPLE = ROOT / "deploy" / "examples" / "local" / "llama3_8b.sh"
-STEPS = 12
-FLAGS = [
-    "debug_model.toml",
-    f"--training.steps={STEPS}",
-    "--training.seq_len=64",
-    "--training.batch_size=2",
-    "--metrics.log_freq=1",
-    "--no-validation.enable",
-    "--checkpoint.enable_checkpoint",
-    "--checkpoint.interval=4",
-    "--launch.nodes=2",
-    "--launch.gpus_per_node=1",
-    "--launch.cpu",
-    "--launch.max_restarts=1",
-    "--job.callbacks=tests.launch.slow_steps:SlowSteps",
-]
-
-
-class Run:
-    """A run on two machines."""
-
-    def __init__(self, machines: list[Host], folder: Path, *more: str) -> None:
-        self.machines = machines
-        self.folder = folder
-        words = ["launch", "local", *FLAGS, f"--job.dump_folder={folder}", *more]
-        done = titanlite(*words)
-        assert done.returncode == 0, done.stderr
-
-    def start(self, step_seconds: float = 0.25) -> list[subprocess.Popen[str]]:
-        """Start run.sh on each machine."""
-        both = []
-        for number, machine in enumerate(self.machines):
-            words = ["bash", self.folder / "launch" / "run.sh", number, self.machines[0].address]
-            with open(self.folder / f"output.{number}", "a") as out:
-                env = {"STEP_SECONDS": str(step_seconds)}
-                both.append(machine.popen(words, env, stdout=out, stderr=out))
-        return both
-
-    def until_step(self, step: int, seconds: float = 600) -> None:
-        end = time.monotonic() + seconds
-        file = self.folder / "metrics.jsonl"
-        while not file.exists() or not any(row.get("step", 0) >= step for row in read_lines(file)):
-            assert time.monotonic() < end, f"step {step} does not come: {self.output()}"
-            time.sleep(0.05)
-
-    def end(self, both: list[subprocess.Popen[str]], seconds: float = 600) -> list[int]:
-        """Wait for both machines; return their codes."""
-        end = time.monotonic() + seconds
-        return [one.wait(max(end - time.monotonic(), 0.1)) for one in both]
-
-    def output(self) -> str:
-        return "".join((self.folder / f"output.{number}").read_text() for number in (0, 1))
-
-    def is_done(self) -> bool:
-        """Whether each step was logged once, in order."""
-        return [row[0] for row in rows(self.folder)] == list(range(1, STEPS + 1))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(machines: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = Run(machines, tmp_path_factory.mktemp("undisturbed") / "run")
-    assert run.end(run.start(0)) == [0, 0] and run.is_done(), run.output()
-    return run.folder
 
 
 def _example(monkeypatch: pytest.MonkeyPatch) -> str:
@@ -100,21 +32,6 @@ def _example(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_example(monkeypatch: pytest.MonkeyPatch) -> None:
     """`python tests/launch/test_local.py --write` writes it anew."""
     assert _example(monkeypatch) == EXAMPLE.read_text()
-
-
-def test_the_third_failure_without_a_new_logged_step_is_the_last(
-    tmp_path: Path, monkeypatch
-) -> None:
-    """A stand-in for Python logs the steps 1, 2 and 3 in its first three starts and always ends
-    with 7.
-    """
-    folder = tmp_path / "run"
-    count = 'n=$(wc -l <starts); [ $n -gt 3 ] || echo "{\\"step\\": $n}" >>metrics.jsonl'
-    _script(tmp_path, monkeypatch, f"{count}\nexit 7")
-    done = subprocess.run(["bash", tmp_path / "run.sh"], capture_output=True, text=True)
-    assert done.returncode == exit_codes.LOST_PEER
-    assert "after step 3 for the third time" in done.stderr
-    assert (folder / "starts").read_text().count("start") == 5
 
 
 def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> Path:
@@ -136,21 +53,24 @@ def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> Pa
     return script
 
 
-def test_a_newer_checkpoint_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with metrics.log_freq = 100, where a start may log nothing.
+METRICS = 'echo "{\\"step\\": $n}" >>metrics.jsonl'
+#: As with metrics.log_freq = 100, where a start may log nothing.
+SAVES = 'echo "{\\"saved_step\\": $n, \\"lost_steps\\": 0}" >>attempts.jsonl'
 
-    The only rank is killed each time.
-    """
-    save = (
-        'n=$(wc -l <starts); [ $n -gt 4 ] || echo "{\\"saved_step\\": $n, \\"lost_steps\\": 0}" '
-        ">>attempts.jsonl"
-    )
-    script = _script(tmp_path, monkeypatch, f"{save}\nexit 137")
+
+@pytest.mark.parametrize(
+    ("progress", "code", "step"), [(METRICS, exit_codes.LOST_PEER, 3), (SAVES, 137, 0)]
+)
+def test_the_third_failure_without_a_new_step_or_checkpoint_is_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: str, code: int, step: int
+) -> None:
+    """A stand-in for Python gets on in its first three starts and always fails."""
+    count = f"n=$(wc -l <starts); [ $n -gt 3 ] || {progress}"
+    script = _script(tmp_path, monkeypatch, f"{count}\nexit {code}")
     done = subprocess.run(["bash", script], capture_output=True, text=True)
-    assert done.returncode == 137
-    assert "restart 5 of" in done.stderr
-    assert "for the third time" in done.stderr
-    assert (tmp_path / "run" / "starts").read_text().count("start") == 6
+    assert done.returncode == code
+    assert f"after step {step} for the third time" in done.stderr
+    assert (tmp_path / "run" / "starts").read_text().count("start") == 5
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -168,78 +88,33 @@ def test_a_signal_to_the_script_stops_the_run_and_its_code_comes_back(
 
 
 @pytest.mark.slow
-def test_a_killed_only_rank_is_started_again(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    words = ["launch", "local", *FLAGS, "--launch.nodes=1", f"--job.dump_folder={folder}"]
-    done = titanlite(*words, "--checkpoint.interval=2")
-    assert done.returncode == 0, done.stderr
-    with open(tmp_path / "output", "w") as out:
-        words = ["bash", str(folder / "launch" / "run.sh")]
-        process = subprocess.Popen(
-            words, stdout=out, stderr=out, env=environment(STEP_SECONDS="0.5")
-        )
-    end = time.monotonic() + 600
-    file = folder / "metrics.jsonl"
-    while not file.exists() or not any(row.get("step", 0) >= 4 for row in read_lines(file)):
-        assert time.monotonic() < end and process.poll() is None, (tmp_path / "output").read_text()
-        time.sleep(0.05)
-    (start,) = (entry for entry in read_entries(folder) if entry["event"] == "start")
-    os.kill(start["pid"], signal.SIGKILL)
-    assert process.wait(600) == exit_codes.DONE, (tmp_path / "output").read_text()
-    assert "ended with code 137; restart 1 of 1" in (tmp_path / "output").read_text()
-    assert [row[0] for row in rows(folder)] == list(range(1, STEPS + 1))
-
-
-@pytest.mark.soak
-def test_a_link_that_is_down_for_four_seconds_only_costs_time(
-    machines: list[Host], undisturbed: Path, tmp_path: Path
-) -> None:
-    run = Run(machines, tmp_path / "run")
-    both = run.start()
-    run.until_step(2)
-    machines[1].cut()
-    time.sleep(4)
-    machines[1].join()
-    assert run.end(both) == [0, 0] and run.is_done(), run.output()
-    assert "restart" not in run.output()
-    assert unequal(undisturbed, run.folder, STEPS) == []
-
-
-@pytest.mark.soak
-def test_a_cut_link_ends_both_machines_and_the_same_command_goes_on(
-    machines: list[Host], undisturbed: Path, tmp_path: Path
-) -> None:
-    limits = ["--comm.train_timeout_seconds=5", "--launch.max_restarts=0"]
-    run = Run(machines, tmp_path / "run", *limits)
-    both = run.start()
-    try:
-        run.until_step(6)
-        machines[1].cut()
-        began = time.monotonic()
-        assert run.end(both, 150) == [exit_codes.LOST_PEER] * 2, run.output()
-        # 5 s of the collective, 18 s in which a rank may end by itself; the rest is for a busy
-        # machine.
-        assert time.monotonic() - began < 100
-    finally:
-        machines[1].join()
-    assert "a collective failed" in run.output()
-    assert run.end(run.start(0)) == [0, 0], run.output()
-    assert "step 4" in run.output()
-    assert unequal(undisturbed, run.folder, STEPS) == []
-
-
-@pytest.mark.soak
 def test_a_killed_agent_leads_to_a_restart_of_both_machines(
-    machines: list[Host], undisturbed: Path, tmp_path: Path
+    undisturbed: Path, tmp_path: Path
 ) -> None:
-    run = Run(machines, tmp_path / "run")
-    both = run.start()
-    run.until_step(6)
+    """Both are this one."""
+    folder = tmp_path / "run"
+    more = ["--launch.max_restarts=1", "--checkpoint.interval=4"]
+    done = titanlite("launch", "local", *RUN, *LAUNCH, f"--job.dump_folder={folder}", *more)
+    assert done.returncode == 0, done.stderr
+    env = environment(STEP_SECONDS="0.25", GLOO_SOCKET_IFNAME="lo")
+    output = tmp_path / "output"
+    with output.open("w") as out:
+        both = [
+            subprocess.Popen(
+                ["bash", folder / "launch" / "run.sh", str(number), "127.0.0.1"],
+                env=env,
+                stdout=out,
+                stderr=out,
+            )
+            for number in (0, 1)
+        ]
+    until_step(folder, 6)
     (agent,) = Path(f"/proc/{both[1].pid}/task/{both[1].pid}/children").read_text().split()
     os.kill(int(agent), signal.SIGKILL)
-    assert run.end(both) == [0, 0] and run.is_done(), run.output()
-    assert run.output().count("restart 1 of 1") == 2
-    assert unequal(undisturbed, run.folder, STEPS) == []
+    assert [one.wait(600) for one in both] == [0, 0], output.read_text()
+    assert output.read_text().count("restart 1 of 1") == 2
+    assert rows(folder) == rows(undisturbed)
+    assert unequal(undisturbed, folder, STEPS) == []
 
 
 if __name__ == "__main__" and "--write" in sys.argv:

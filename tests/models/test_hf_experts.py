@@ -32,7 +32,6 @@ from titanlite.config.errors import ConfigError
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import ShapeError, get_spec
 from titanlite.models.hf import args_from_hf
-from titanlite.models.mixtral import MixtralArgs
 from titanlite.resolve.load import check_config
 
 SPEC = get_spec("hf")
@@ -60,7 +59,6 @@ def content(kind: str, **entries: Any) -> dict[str, Any]:
         ("qwen3_moe", 2, {**FULL, "training__loss_chunks": 2}),
         ("gpt_oss", 2, {}),
         ("deepseek_v3", 2, FULL),
-        ("qwen2_moe", 2, {}),
         ("mixtral", 4, REPLICAS),
         ("olmoe", 2, {"training__compile": "true"}),
     ],
@@ -127,33 +125,6 @@ def test_the_files_of_save_pretrained_are_read_bit_for_bit(tmp_path: Path, kind:
     assert found.parts.keys() == state.keys()
     for name, tensor in state.items():
         assert found.read(name).equal(tensor), name
-    again = SPEC.from_hf(SPEC.to_hf(state, args), args)
-    assert all(again[name].equal(tensor) for name, tensor in state.items())
-
-
-def test_matrices_of_other_sizes_in_one_stack_are_refused(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    reference("mixtral").save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    name = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
-    tensors[name] = tensors[name][:-8].contiguous()
-    save_file(tensors, file)
-    with pytest.raises(
-        CheckpointError, match="experts.2.w1.weight is .88, 64., and .*need one shape"
-    ):
-        open_hf(tmp_path, SPEC, args_from_hf(content("mixtral")))
-
-
-def _changed(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    from safetensors.torch import load_file, save_file
-
-    reference("mixtral").save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file)
 
 
 _EXPERT = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
@@ -162,6 +133,10 @@ _EXPERT = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (
+            lambda all_: all_.update({_EXPERT: all_[_EXPERT][:-8].contiguous()}),
+            "experts.2.w1.weight is .88, 64., and .*need one shape",
+        ),
         (lambda all_: all_.update({_EXPERT: all_[_EXPERT].bfloat16()}), "need one dtype"),
         (lambda all_: all_.update({_EXPERT: torch.zeros(())}), "is a single number"),
         (
@@ -171,12 +146,18 @@ _EXPERT = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
             "has both .* one weight",
         ),
     ],
-    ids=["another dtype", "a number", "the stack too"],
+    ids=["another shape", "another dtype", "a number", "the stack too"],
 )
 def test_tensors_that_do_not_fit_together_are_refused(
     tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str
 ) -> None:
-    _changed(tmp_path, change)
+    from safetensors.torch import load_file, save_file
+
+    reference("mixtral").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
     with pytest.raises(CheckpointError, match=message):
         open_hf(tmp_path, SPEC, args_from_hf(content("mixtral")))
 
@@ -186,11 +167,6 @@ def test_an_override_wins_over_the_other_name_of_its_entry() -> None:
     found["num_local_experts"] = found.pop("num_experts", 8)
     args = args_from_hf(found, {"num_experts": 4, "num_experts_per_tok": 2})
     assert args.skeleton.config.num_experts == 4
-
-
-def test_more_experts_than_keys_of_16_bits_are_refused() -> None:
-    with pytest.raises(ShapeError, match="n_experts must be at most 32767"):
-        MixtralArgs(dim=64, n_layers=2, n_heads=4, n_experts=32768)
 
 
 # Runs
@@ -222,17 +198,17 @@ def _rows(world: DistEnv, folder: Path, flags: list[str]) -> list[tuple[float, f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3"])
 def test_a_checkpoint_of_two_ranks_resumes_exactly_and_on_other_ranks(
-    pool: Pools, tmp_path: Path, kind: str
+    pool: Pools, tmp_path: Path
 ) -> None:
+    kind = "gpt_oss"
     folders = {}
-    for name in ("straight", "resumed", "alone", "four"):
+    for name in ("straight", "resumed", "four"):
         folders[name] = tmp_path / name
         folders[name].mkdir()
     straight = pool(2).run(_rows, folders["straight"], run_flags(folders["straight"], kind))
     saved = folders["straight"] / "run" / "checkpoint"
-    for name, ranks in (("resumed", 2), ("alone", 1), ("four", 4)):
+    for name, ranks in (("resumed", 2), ("four", 4)):
         own = folders[name] / "run" / "checkpoint"
         shutil.copytree(saved / "step-2", own / "step-2")
         flags = run_flags(folders[name], kind)
@@ -272,20 +248,14 @@ def test_an_export_of_two_ranks_is_what_transformers_loads(pool: Pools, tmp_path
 
 # Configs
 
-#: Each names the experts of a token in its own way, or has none of a group.
-ROUTED = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
-
 
 @pytest.mark.parametrize(
     ("kind", "entries", "words"),
     [
         ("llama4_text", {}, "do not go through the interface of transformers for experts"),
         ("mixtral", {"output_router_logits": True}, "load-balancing loss"),
-        *(
-            (kind, {"num_experts_per_tok": count}, words)
-            for kind in ROUTED
-            for count, words in ((0, "gives a token no experts"), (99, "does not run on tensors"))
-        ),
+        ("mixtral", {"num_experts_per_tok": 0}, "gives a token no experts"),
+        ("gpt_oss", {"num_experts_per_tok": 99}, "does not run on tensors"),
     ],
 )
 def test_experts_that_cannot_be_computed_are_refused(
@@ -297,18 +267,14 @@ def test_experts_that_cannot_be_computed_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks", "keys", "key", "words"),
+    ("keys", "key", "words"),
     [
         (
-            "mixtral",
-            2,
             {"parallelism__expert_parallel_degree": 2},
             "parallelism.expert_parallel_degree",
             "is not supported by the model hf: its ModelSpec has no experts",
         ),
         (
-            "mixtral",
-            2,
             {
                 "activation_checkpoint__mode": "selective",
                 "activation_checkpoint__selective_ac_option": "op",
@@ -316,34 +282,13 @@ def test_experts_that_cannot_be_computed_are_refused(
             "activation_checkpoint.selective_ac_option",
             "change results in place that it would save; take a number",
         ),
-        (
-            "mixtral",
-            4,
-            {"training__tensor_parallel_degree": 2},
-            "training.tensor_parallel_degree",
-            "is not supported by the model hf: its ModelSpec has no tensor_plan",
-        ),
-        (
-            "mixtral",
-            2,
-            {"experimental__context_parallel_degree": 2},
-            "experimental.context_parallel_degree",
-            "is not supported by the model hf: its ModelSpec has no context_parallel",
-        ),
-        (
-            "mixtral",
-            2,
-            {"experimental__pipeline_parallel_degree": 2},
-            "experimental.pipeline_parallel_degree",
-            "is not supported by the model hf: its ModelSpec has no pipeline_costs",
-        ),
     ],
 )
 def test_what_does_not_fit_is_refused(
-    tmp_path: Path, kind: str, ranks: int, keys: dict[str, Any], key: str, words: str
+    tmp_path: Path, keys: dict[str, Any], key: str, words: str
 ) -> None:
-    flags = flags_of(tmp_path, kind, **keys)
+    flags = flags_of(tmp_path, "mixtral", **keys)
     with pytest.raises(ConfigError) as caught:
-        check_config([f"--job.config_file={TOML}", *flags], ranks, training=False)
+        check_config([f"--job.config_file={TOML}", *flags], 2, training=False)
     problems = {problem.key: problem.message for problem in caught.value.problems}
-    assert words in problems[key.replace("__", ".")]
+    assert words in problems[key]

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from tests.models.test_families import pair
+from tests.support.hf import check_files
 from titanlite.assembly.fingerprints import weights_fingerprints
 from titanlite.checkpoint.source_model import differences, from_hf
 from titanlite.models import get_spec, resolve_args
 from titanlite.models.counts import count_active_parameters
 from titanlite.models.experts.layer import MoE, MoEDecoder
 from titanlite.models.mixtral import MixtralArgs
-from titanlite.models.spec import ShapeError
 
 SPEC = get_spec("mixtral")
 ARGS = MixtralArgs(
@@ -32,7 +32,6 @@ ARGS = MixtralArgs(
     rope_theta=1e6,
     aux_loss=0.0,
 )
-LABELS = torch.randint(96, (3, 17), generator=torch.Generator().manual_seed(3))
 
 
 def make(args: MixtralArgs) -> MoEDecoder:
@@ -41,56 +40,6 @@ def make(args: MixtralArgs) -> MoEDecoder:
         if "norm" not in name:
             torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(i))
     return model
-
-
-def as_transformers(args: MixtralArgs, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights, or their gradients, under the names that `transformers`' model has in
-    memory.
-    """
-    found = {}
-    for ours, theirs in SPEC.hf_names(args).items():
-        if isinstance(theirs, str):
-            found[theirs.replace("block_sparse_moe", "mlp")] = state[ours]
-        elif ours.endswith("w1"):
-            block = theirs[0].partition(".block_sparse_moe")[0]
-            found[f"{block}.mlp.experts.gate_up_proj"] = torch.cat(
-                [state[ours], state[f"{ours[:-1]}3"]], 1
-            )
-            found[f"{block}.mlp.experts.down_proj"] = state[f"{ours[:-1]}2"]
-    return found
-
-
-def reference(args: MixtralArgs, weights: dict[str, Tensor]) -> Any:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    model = MixtralForCausalLM(MixtralConfig(**SPEC.hf_config(args)))
-    model.load_state_dict(as_transformers(args, weights))
-    return model
-
-
-# With one layer the losses of the routers are equal too: `transformers` takes shares over the
-# tokens of all layers.
-@pytest.mark.parametrize(
-    "args",
-    [ARGS, replace(ARGS, n_layers=1, aux_loss=0.5), replace(ARGS, n_kv_heads=4, top_k=3)],
-    ids=["plain", "aux_loss", "top_k=3"],
-)
-def test_logits_and_gradients_are_those_of_transformers(args: MixtralArgs) -> None:
-    ours = make(args)
-    theirs = reference(args, ours.state_dict())
-    inputs = LABELS[:, :-1]
-    labels = LABELS[:, 1:].flatten()
-    expected = theirs(inputs, output_router_logits=bool(args.aux_loss))
-    logits = ours(inputs)
-    torch.testing.assert_close(logits, expected.logits, rtol=1e-5, atol=1e-5)
-    F.cross_entropy(logits.flatten(0, 1), labels).backward()
-    loss = F.cross_entropy(expected.logits.flatten(0, 1), labels)
-    (loss + args.aux_loss * expected.aux_loss if args.aux_loss else loss).backward()
-    gradients = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
-    for name, gradient in as_transformers(args, gradients).items():
-        torch.testing.assert_close(
-            gradient, theirs.get_parameter(name).grad, rtol=1e-4, atol=1e-6, msg=name
-        )
 
 
 def test_z_loss_and_record() -> None:
@@ -113,17 +62,8 @@ def test_z_loss_and_record() -> None:
 
 
 def test_files_of_transformers_there_and_back(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    state = make(ARGS).state_dict()
-    reference(ARGS, state).save_pretrained(tmp_path)
-    files = load_file(tmp_path / "model.safetensors")
-    exported = SPEC.to_hf(state, ARGS)
-    back = SPEC.from_hf(files, ARGS)
-    assert files.keys() == exported.keys()
-    assert all(torch.equal(files[name], exported[name]) for name in files)
-    assert state.keys() == back.keys()
-    assert all(torch.equal(state[name], back[name]) for name in state)
+    ours, theirs, _, args = pair("mixtral")
+    check_files(theirs, ours.state_dict(), SPEC, args, tmp_path)
 
 
 def test_counts_and_flops_of_the_published_models() -> None:
@@ -144,17 +84,6 @@ def test_counts_and_flops_of_the_published_models() -> None:
     assert sum(p.numel() for p in model.parameters()) == SPEC.count_parameters(small)
     costs = SPEC.pipeline_costs(small, 64)  # type: ignore[misc]
     assert sum(cost.parameters for cost in costs.values()) == SPEC.count_parameters(small)
-
-
-def test_misfits() -> None:
-    for top_k in (1, 5):
-        with pytest.raises(
-            ShapeError,
-            match=rf"top_k must be between 2 and n_experts = 4, got {top_k}: a single .*",
-        ):
-            replace(ARGS, top_k=top_k)
-    with pytest.raises(ShapeError, match=r"ffn_dim = 44 is not a multiple of 8.*"):
-        replace(ARGS, ffn_dim=44)
 
 
 def test_a_head_dim_of_its_own_need_not_divide_the_width() -> None:
@@ -194,8 +123,6 @@ def test_experts_are_drawn_one_by_one() -> None:
     assert len(whole.unique()) > 4700
 
 
-# The mixture of experts against a loop over tokens
-
 #: Of one mixture by itself.
 SINGLE = MixtralArgs(
     dim=16, n_layers=2, n_heads=2, ffn_dim=24, vocab_size=32, n_experts=5, top_k=2, aux_loss=0.0
@@ -213,32 +140,8 @@ def inputs(*shape: int, seed: int = 9) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), requires_grad=True)
 
 
-def by_token(moe: MoE, x: Tensor) -> Tensor:
-    """Compute each token by itself."""
-    rows = []
-    for token in x.flatten(0, 1):
-        best = (moe.gate.weight @ token).softmax(0).topk(moe.routing.args.top_k)
-        e = moe.experts
-        results = [e.w2[i] @ (F.silu(e.w1[i] @ token) * (e.w3[i] @ token)) for i in best.indices]
-        rows.append(torch.stack(results).T @ (best.values / best.values.sum()))
-    return torch.stack(rows).view_as(x)
-
-
 def gradients(moe: MoE, x: Tensor, y: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(y, [x, *moe.parameters()], torch.cos(y).detach()))
-
-
-def test_an_expert_without_a_token_and_ties() -> None:
-    moe = make_moe()
-    x = inputs(1, 6, 16)
-    with torch.no_grad():
-        moe.gate.weight.zero_()  # all experts are equal: top-k takes two of them
-    y = moe(x)
-    torch.testing.assert_close(y, by_token(moe, x), rtol=1e-5, atol=1e-6)
-    _, _, of_w1, *_ = gradients(moe, x, y)
-    used = of_w1.flatten(1).norm(dim=1) > 0
-    assert used.sum() == 2
-    assert torch.isfinite(of_w1).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from copy import deepcopy
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +13,12 @@ import torch
 from tests.models.test_families import theirs_of
 from tests.support.llamas import built, tokens_of
 from tests.support.refusals import refusal
-from titanlite.cli.main import main
 from titanlite.models import LlamaArgs, RopeScaling, get_spec
 from titanlite.models.args import as_record, from_record, resolve_args
 from titanlite.models.layers import Llama
 from titanlite.models.rope import Rope
 from titanlite.models.rope_scaling import Scaling
 from titanlite.models.spec import ShapeError
-from titanlite.resolve.load import check_config
 
 #: The original length of all scalings here.
 ORIGINAL = 64
@@ -41,17 +38,16 @@ def args_of(name: str, base: LlamaArgs = ARGS) -> LlamaArgs:
     return replace(base, rope_scaling=Scaling.parse(TABLES[name]))
 
 
-@pytest.mark.parametrize("length", [30, ORIGINAL, ORIGINAL + 1, 300, 512])
 @pytest.mark.parametrize("name", TABLES)
-def test_tables_are_those_of_transformers_bit_for_bit(name: str, length: int) -> None:
+def test_tables_are_those_of_transformers_bit_for_bit(name: str) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     args = args_of(name)
     reference = LlamaRotaryEmbedding(LlamaConfig(**get_spec("llama3").hf_config(args)))
-    cos, sin = reference(torch.zeros(1), torch.arange(length).unsqueeze(0))
+    cos, sin = reference(torch.zeros(1), torch.arange(300).unsqueeze(0))
     rope = Rope(16, args.max_seq_len, args.rope_theta, args.rope_scaling)
-    found = rope(length)
+    found = rope(300)
     # Llama 3.1's is blended by another formula, in which the last bits differ.
     tolerance = 1e-5 if name == "llama3" else 0.0
     torch.testing.assert_close(found.cos[:, 0], cos[0, :, :8], atol=tolerance, rtol=0)
@@ -59,10 +55,8 @@ def test_tables_are_those_of_transformers_bit_for_bit(name: str, length: int) ->
     assert (found.cos.dtype, rope.cos.dtype) == (torch.float32, torch.float32)
 
 
-@pytest.mark.slow_after(5)
-@pytest.mark.parametrize("name", TABLES)
-def test_logits_are_those_of_transformers_up_to_the_original_length_and_beyond(name: str) -> None:
-    args = args_of(name)
+def test_logits_are_those_of_transformers_up_to_the_original_length_and_beyond() -> None:
+    args = args_of("yarn")
     ours = built(args)
     spec = get_spec("llama3")
     for length in (ORIGINAL, 400):
@@ -101,14 +95,6 @@ def test_a_config_json_of_either_version_gives_the_scaling_back(name: str) -> No
     assert from_record(json.loads(json.dumps(as_record("llama3", args)))) == ("llama3", args)
 
 
-def test_positions_of_config_json_are_those_that_transformers_computes_with() -> None:
-    """Version 4 takes the factor of YaRN from them."""
-    spec = get_spec("llama3")
-    positions = {name: spec.hf_config(args_of(name))["max_position_embeddings"] for name in TABLES}
-    assert positions["yarn"] == 8 * ORIGINAL
-    assert positions["linear"] == 512
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -145,18 +131,6 @@ def test_other_forms_of_config_json(changes: dict[str, Any], expected: dict[str,
             {"rope_scaling": {"type": "linear", "factor": 4.0, "partial_rotary_factor": 0.5}},
             "partial_rotary_factor is 0.5; all of a head's pairs rotate here",
         ),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 4.0}, "partial_rotary_factor": 0.5},
-            "partial_rotary_factor is 0.5",
-        ),
-        (
-            {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0}}},
-            "rope_parameters has a table for 'full_attention'",
-        ),
-        (
-            {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
-            "rope_type is 'dynamic'; there is 'default'",
-        ),
     ],
 )
 def test_a_scaling_that_is_not_the_same_here_is_refused(
@@ -191,19 +165,15 @@ def test_a_scaling_of_llama_3_is_recorded_as_before() -> None:
     [
         ({"rope_type": "yarnn", "factor": 4.0}, "rope_scaling.rope_type", "nearest: yarn"),
         ({"rope_type": "yarn", "factor": 4.0}, "rope_scaling", '"original_max_position_embeddings'),
-        ({"rope_type": "linear"}, "rope_scaling", 'the table of linear needs a "factor"'),
         ({"factor": 8, "low_freq_factor": 5}, "rope_scaling", "low_freq_factor <= high_freq_f"),
-        ({**YARN, "beta_fst": 1.0}, "rope_scaling.beta_fst", "nearest: beta_fast"),
         ({**YARN, "factor": 0.5}, "rope_scaling", "factor must be at least 1, got 0.5"),
         ({**YARN, "beta_slow": 40.0}, "rope_scaling.beta_slow", "more than beta_fast = 32.0"),
         ({**YARN, "attention_factor": 0.0}, "rope_scaling.attention_factor", "must be positive"),
-        ({**YARN, "truncate": 1}, "rope_scaling.truncate", "expected true or false, got 1"),
         (
             {**TABLES["llama3"], "original_context": 64},
             "rope_scaling.original_max_position_embeddings",
             "is a second name of original_context",
         ),
-        ({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}, "rope_scaling.rope_theta", ""),
     ],
 )
 def test_wrong_tables_are_refused_by_key(table: dict[str, Any], field: str, words: str) -> None:
@@ -223,40 +193,6 @@ def test_a_config_that_cannot_be_exact_is_refused_before_any_work() -> None:
     found = refusal(_flags(yarn, "--training.seq_len=512"))
     assert found.key == "model.rope_scaling.factor"
     assert "serves 256 tokens" in found.message and "sequences have 512" in found.message
-    found = refusal(_flags(yarn.replace("factor", "facter")))
-    assert found.key in ("model.rope_scaling", "model.rope_scaling.facter")
-
-
-@pytest.mark.parametrize("name", ["yarn", "llama3"])
-def test_a_shape_from_a_folder_has_the_scaling_and_so_has_the_config_that_is_kept(
-    tmp_path: Path, name: str
-) -> None:
-    args = replace(args_of(name), max_seq_len=512)
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(get_spec("llama3").hf_config(args)))
-    flags = ["--model.flavor=from_folder", f"--model.hf_config={folder}", "--model.vocab_size=2304"]
-    _, run = check_config(["--job.config_file=debug_model.toml", *flags], 1)
-    assert run.model_args(2304).rope_scaling == args.rope_scaling
-    kept = tmp_path / "kept.toml"
-    kept.write_text(run.toml)
-    (folder / "config.json").unlink()
-    _, again = check_config([f"--job.config_file={kept}"], 1)
-    assert again.model_args(2304).rope_scaling == args.rope_scaling
-
-
-def test_the_plan_takes_a_scaling_and_its_tables_are_as_large(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    found = []
-    linear = '{rope_type = "linear", factor = 4}'
-    for table in ("none", linear):
-        flags = ["--gpus", "1", "--gpu", "a100-80g", f"--model.rope_scaling={table}"]
-        assert main(["plan", "debug_model.toml", *flags]) == 0
-        found.append(capsys.readouterr().out)
-    assert found[0] == found[1] and "activations" in found[0]
-    assert main(["plan", "debug_model.toml", "--model.rope_scaling={rope_type = 'yarn'}"]) == 2
-    assert 'the table of yarn needs a "factor" and a "original_max' in capsys.readouterr().err
 
 
 # A length in use

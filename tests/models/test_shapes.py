@@ -5,13 +5,12 @@ logs.
 from __future__ import annotations
 
 import pytest
-import torch
 
 from titanlite.config.model_sections import Model
-from titanlite.models import RopeScaling, get_spec, resolve_args
+from titanlite.models import RopeScaling, resolve_args
 from titanlite.models.args import model_args
 from titanlite.models.counts import count_parameters, flops_per_token
-from titanlite.models.llama import LLAMA2, LLAMA3, NORM_TYPES
+from titanlite.models.llama import LLAMA2, LLAMA3
 from titanlite.models.spec import ShapeError
 
 PUBLISHED = {
@@ -19,17 +18,12 @@ PUBLISHED = {
     ("llama2", "13B"): (5120, 40, 40, 40, 13824, 32000, 13_015_864_320),
     ("llama2", "70B"): (8192, 80, 64, 8, 28672, 32000, 68_976_648_192),
     ("llama3", "8B"): (4096, 32, 32, 8, 14336, 128256, 8_030_261_248),
-    ("llama3", "3.1-8B"): (4096, 32, 32, 8, 14336, 128256, 8_030_261_248),
     ("llama3", "70B"): (8192, 80, 64, 8, 28672, 128256, 70_553_706_496),
-    ("llama3", "3.1-70B"): (8192, 80, 64, 8, 28672, 128256, 70_553_706_496),
-    ("llama3", "405B"): (16384, 126, 128, 8, 53248, 128256, 405_853_388_800),
     ("llama3", "3.1-405B"): (16384, 126, 128, 8, 53248, 128256, 405_853_388_800),
     ("llama3", "3.2-1B"): (2048, 16, 32, 8, 8192, 128256, 1_235_814_400),
-    ("llama3", "1B"): (2048, 16, 32, 8, 8192, 128256, 1_235_814_400),
     # A widely copied table says ffn 11008 for the 3B, and launch files say 2 kv heads for both:
     # wrong.
     ("llama3", "3.2-3B"): (3072, 28, 24, 8, 8192, 128256, 3_212_749_824),
-    ("llama3", "3B"): (3072, 28, 24, 8, 8192, 128256, 3_212_749_824),
 }
 
 
@@ -40,20 +34,7 @@ def test_published_shapes_and_exact_counts(family: str, flavor: str) -> None:
     assert (*shape, count_parameters(args)) == PUBLISHED[family, flavor]
     assert args.norm_eps == 1e-5
     assert args.rope_theta == (1e4 if family == "llama2" else 5e5)
-    assert args.tied is (flavor in ("1B", "3.2-1B", "3B", "3.2-3B"))
-
-
-@pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_the_module_has_exactly_the_counted_parameters(norm_type: str) -> None:
-    """test_families.py counts those of every flavor."""
-    args = resolve_args(
-        "llama3", "debugmodel", {"norm_type": norm_type}, tokenizer_size=2048, max_seq_len=64
-    )
-    with torch.device("meta"):
-        model = get_spec("llama3").build(args)
-    assert sum(p.numel() for p in model.parameters()) == count_parameters(args)
-    has_weights = any(name.endswith("norm.weight") for name, _ in model.named_parameters())
-    assert has_weights is (norm_type != "np_layernorm")
+    assert args.tied is (flavor in ("3.2-1B", "3.2-3B"))
 
 
 def test_rope_scaling_belongs_to_3_1_and_3_2_only() -> None:
@@ -94,14 +75,14 @@ def test_rope_scaling_as_a_toml_file_may_say_it() -> None:
     section = Model(
         flavor="8B",
         rope_scaling=full,
-        norm_type="layernorm",
+        norm_type="fused_rmsnorm",
         vocab_size=64,
         overrides={"n_layers": 2},
     )
     args = model_args(section, 128)
     assert (args.rope_scaling, args.norm_type, args.n_vocab) == (
         RopeScaling.parse(full),
-        "layernorm",
+        "fused_rmsnorm",
         64,
     )
     assert (args.n_layers, args.max_seq_len) == (2, 128)
@@ -118,7 +99,7 @@ def test_rope_scaling_as_a_toml_file_may_say_it() -> None:
         ({"n_kv_heads": 3}, "", "n_kv_heads = 3 does not divide n_heads = 16"),
         ({"dim": 240}, "", "head_dim = 15 is no positive even number"),
         ({"n_layers": 0}, "", "n_layers must be positive, got 0"),
-        ({"norm_type": "groupnorm"}, "", "norm_type must be one of rmsnorm,"),
+        ({"norm_type": "layernorm"}, "", "norm_type must be one of rmsnorm,"),
         ({"vocab_size": 511}, "", "512 entries but the model's vocabulary only 511"),
         ({"n_layers": 2.0}, "overrides.n_layers", "an integer, got 2.0"),
         ({"tied": 1}, "overrides.tied", "true or false, got 1"),

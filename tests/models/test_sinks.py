@@ -9,39 +9,19 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tests.models.test_document_attention import LENGTHS, numbers
+from tests.models.test_document_attention import LENGTHS, formula, numbers, seen_by
 from tests.support.llamas import relative
 from tests.support.watch import Watch
 from titanlite.models.sinks import SinkAttention, attend_in_window, attend_masked
 
 
-def inputs(kv_heads: int = 2, queries: int = 48, keys: int = 48) -> list[Tensor]:
+def inputs(queries: int = 48, keys: int = 48) -> list[Tensor]:
     """q, k, v, sinks that matter, and a gradient of the result."""
     torch.manual_seed(0)
     q = torch.randn(3, 4, queries, 16)
-    k = torch.randn(3, kv_heads, keys, 16)
-    v = torch.randn(3, kv_heads, keys, 16)
+    k = torch.randn(3, 2, keys, 16)
+    v = torch.randn(3, 2, keys, 16)
     return [q, k, v, torch.tensor([-2.0, 0.0, 1.0, 5.0]), torch.randn(3, 4, queries, 16)]
-
-
-def seen_by(queries: int, keys: int, window: int | None, doc_ids: Tensor | None) -> Tensor:
-    """Which keys each query sees, from the places of both."""
-    place = torch.arange(keys - queries, keys).unsqueeze(1)
-    back = place - torch.arange(keys)
-    seen = (back >= 0) & (back < (window or keys))
-    if doc_ids is None:
-        return seen
-    return (seen & (doc_ids[:, :, None] == doc_ids[:, None, :])).unsqueeze(1)
-
-
-def formula(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen: Tensor) -> Tensor:
-    """Every score, and the sink as one more of them."""
-    groups = q.size(1) // k.size(1)
-    k = k.repeat_interleave(groups, 1)
-    v = v.repeat_interleave(groups, 1)
-    scores = (q @ k.mT * q.size(-1) ** -0.5).masked_fill(~seen, -torch.inf)
-    column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    return torch.cat([scores, column], 3).softmax(3)[..., :-1] @ v
 
 
 def results(y: Tensor, leaves: list[Tensor], upstream: Tensor) -> list[Tensor]:
@@ -54,19 +34,17 @@ def copies(tensors: list[Tensor], dtype: torch.dtype = torch.float32) -> list[Te
 
 
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_windows_and_documents_equal_the_formula(
-    dtype: torch.dtype, within: float, kv_heads: int
-) -> None:
-    *given, upstream = (t.to(dtype) for t in inputs(kv_heads))
-    for window in (None, 1, 7, 24, 47, 48, 100):
+def test_windows_and_documents_equal_the_formula(dtype: torch.dtype, within: float) -> None:
+    *given, upstream = (t.to(dtype) for t in inputs())
+    for window in (None, 1, 7, 47, 100):
         for doc_ids in (None, numbers(LENGTHS)):
             attention = SinkAttention(window)
             ours = copies(given, dtype)
             exact = copies(given)
             q, k, v, sinks = ours
             y = attention(q, k, v, attention.prepare(doc_ids), sinks)
-            expected = formula(*exact, seen_by(48, 48, window, doc_ids))
+            *qkv, sinks = exact
+            expected = formula(*qkv, seen_by(48, 48, window, doc_ids), sinks)
             found = results(y, ours, upstream)
             wanted = results(expected, exact, upstream.float())
             for name, one, other in zip("yqkvs", found, wanted, strict=True):
@@ -74,14 +52,15 @@ def test_windows_and_documents_equal_the_formula(
                 assert relative(one.float(), other) < within, (name, window, doc_ids)
 
 
-@pytest.mark.parametrize("window", [None, 5, 24, 100])
-@pytest.mark.parametrize("queries", [2, 20, 47])
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("queries", [2, 47])
 def test_fewer_queries_than_keys(window: int | None, queries: int) -> None:
     """As ranks that share a sequence have them: their queries are the last ones."""
     *given, upstream = inputs(queries=queries)
     seen = seen_by(queries, 48, window, None)
     exact = copies(given, torch.float64)
-    wanted = results(formula(*exact, seen), exact, upstream.double())
+    *qkv, sinks = exact
+    wanted = results(formula(*qkv, seen, sinks), exact, upstream.double())
     ways = {
         "kernel": lambda q, k, v, sinks: attend_in_window(q, k, v, sinks, window),
         "mask": lambda q, k, v, sinks: attend_masked(q, k, v, sinks, seen),
@@ -93,8 +72,7 @@ def test_fewer_queries_than_keys(window: int | None, queries: int) -> None:
             assert relative(one, other) < 2e-6, (way, name)
 
 
-@pytest.mark.parametrize(("window", "documents"), [(None, True), (24, True), (64, False)])
-def test_no_scores_of_the_sequence_squared_are_made(window: int | None, documents: bool) -> None:
+def test_no_scores_of_the_sequence_squared_are_made() -> None:
     q, k, v = (torch.randn(1, heads, 1024, 8, requires_grad=True) for heads in (4, 2, 2))
     sinks = torch.zeros(4, requires_grad=True)
     sizes: list[int] = []
@@ -103,16 +81,15 @@ def test_no_scores_of_the_sequence_squared_are_made(window: int | None, document
         sizes.extend(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))
 
     with Watch(look):
-        attention = SinkAttention(window)
-        mask = attention.prepare(numbers([[64] * 16]) if documents else None)
+        attention = SinkAttention(24)
+        mask = attention.prepare(numbers([[64] * 16]))
         attention(q, k, v, mask, sinks).sum().backward()
     assert max(sizes) == 4 * 1024 * 8
 
 
-@pytest.mark.parametrize("window", [None, 24])
-def test_a_compiled_call_has_the_same_gradients(window: int | None) -> None:
+def test_a_compiled_call_has_the_same_gradients() -> None:
     *given, upstream = inputs()
-    attention = SinkAttention(window)
+    attention = SinkAttention(24)
     compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
     found = []
     for function in (attention, compiled):

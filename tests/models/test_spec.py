@@ -60,40 +60,6 @@ def test_a_name_without_a_rule_raises(name: str) -> None:
         get_spec("llama3").init_rule(name, ARGS)
 
 
-@pytest.mark.parametrize("args", [ARGS, TIED])
-def test_hugging_face_names_there_and_back(args: LlamaArgs) -> None:
-    spec = get_spec("llama3")
-    state = Llama(args).state_dict()
-    exported = spec.to_hf(state, args)
-    assert ("lm_head.weight" in exported) is (not args.tied)
-    back = spec.from_hf(
-        exported | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}, args
-    )
-    assert set(back) == set(state)
-    assert all(torch.equal(back[name], state[name]) for name in state)
-    if args.tied:
-        assert back["output.weight"] is back["tok_embeddings.weight"]
-
-
-def test_weights_of_another_model_are_refused() -> None:
-    spec = get_spec("llama3")
-    exported = spec.to_hf(Llama(ARGS).state_dict(), ARGS)
-    with pytest.raises(
-        ValueError, match=r"1 missing \(model.norm.weight\) and 1 unknown \(model.norm.bias\)"
-    ):
-        spec.from_hf(
-            {n.replace("model.norm.weight", "model.norm.bias"): t for n, t in exported.items()},
-            ARGS,
-        )
-    with pytest.raises(ValueError, match="lm_head.weight differs from tok_embeddings.weight"):
-        spec.from_hf(exported, TIED)
-    deeper = resolve_args("llama2", "271M", {"dim": 64, "n_layers": 4})
-    with pytest.raises(ValueError, match=r"9 missing \(layers.3.attention.wk.weight, .*, …\)"):
-        spec.to_hf(Llama(ARGS).state_dict(), deeper)
-    with pytest.raises(ValueError, match="norm_type = 'layernorm'"):
-        spec.hf_config(resolve_args("llama3", "8B", {"norm_type": "layernorm"}))
-
-
 def meta_rotation(x: Tensor, theta: float = 1e4) -> Tensor:
     """RoPE as Meta's code writes it: neighbouring pairs as complex numbers.
 
@@ -181,22 +147,6 @@ class RoutedArgs:
     dim: int = 8
     max_seq_len: int = 16
     aux_loss: float = 0.01
-
-
-@dataclass(frozen=True)
-class LaterArgs(RoutedArgs):
-    """The arguments above, as a later version has them."""
-
-    parallel: bool = argument(False, added_later=True)
-
-
-def test_an_argument_that_is_added_later_keeps_the_checkpoints_from_before() -> None:
-    tokenizer: Any = SimpleNamespace(fingerprint="")
-    before, same, other = (
-        weights_fingerprints("mine.py:SPEC", one, tokenizer)["model"]
-        for one in (RoutedArgs(), LaterArgs(), LaterArgs(parallel=True))
-    )
-    assert (same == before, other == before) == (True, False)
 
 
 def test_checkpoints_of_0_2_0_with_arguments_of_a_user_are_resumed() -> None:

@@ -20,6 +20,7 @@ from torch._dynamo.backends.registry import register_backend
 
 from tests.support.compare import LABELS, SEQ, TOKENS
 from tests.support.harness import (
+    TINY,
     Run,
     build_tiny,
     full_precision,
@@ -262,7 +263,8 @@ def test_a_restart_runs_the_graphs_of_its_own_rank(pool: Pools, tmp_path: Path) 
     """torch alone gives both ranks of tensor parallelism the graph of one: the loss is then
     wrong.
     """
-    run = Run(TOKENS, LABELS, [3e-3] * 2, training=full_precision())
+    args = replace(TINY, n_layers=1)
+    run = Run(TOKENS, LABELS, [3e-3] * 2, args=args, training=full_precision())
     alone = pool(1).run(train, run)[0]
     sharded = replace(run, tensor=2, compile=Compile())
     for first in (True, False):

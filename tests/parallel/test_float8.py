@@ -20,6 +20,7 @@ from tests.support.float8_runs import (
     EMULATED,
     GATHERED,
     LINEARS,
+    MX,
     PRECOMPUTED,
     REAL,
     RECIPES,
@@ -38,7 +39,6 @@ from tests.support.harness import (
     stepper,
     train,
 )
-from tests.support.mx_runs import MX
 from tests.support.pool import Pools
 from titanlite.checkpoint.storage import gather
 from titanlite.config.sections import ActivationCheckpoint, Compile, Config, Float8, Training
@@ -189,7 +189,7 @@ def _state(world: DistEnv, run: Run) -> dict[str, tuple[str, str, str, Tensor]]:
 @pytest.mark.slow
 def test_initial_weights_and_checkpoints_are_those_without_float8(pool: Pools) -> None:
     state, weights = (pool(2).run(function, RUN)[0] for function in (_state, initial_weights))
-    for float8 in (EMULATED, GATHERED, MX):
+    for float8 in (GATHERED, MX):
         run = replace(RUN, float8=float8)
         found = pool(2).run(_state, run)[0]
         assert list(found) == list(state)
@@ -203,9 +203,7 @@ def test_initial_weights_and_checkpoints_are_those_without_float8(pool: Pools) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "float8", [REAL, recipe("rowwise"), MX], ids=["tensorwise", "rowwise", "mxfp8"]
-)
+@pytest.mark.parametrize("float8", [REAL, MX], ids=["tensorwise", "mxfp8"])
 def test_the_per_op_policy_recognises_float8_products(float8: Float8) -> None:
     builder = SimpleNamespace(
         linears=linears_of(SPEC, TINY), run=SimpleNamespace(compile=Compile()), compile_options={}

@@ -20,7 +20,6 @@ from titanlite.models.spec import Size
 from titanlite.resolve.load import load_config
 from titanlite.run.config import RunConfig
 
-F8 = "--float8."
 ON = "--float8.enable_float8_linear"
 KINDS = ["attention.wq", "attention.wk", "attention.wv", "attention.wo"]
 KINDS += ["feed_forward.w1", "feed_forward.w2", "feed_forward.w3"]

@@ -14,6 +14,7 @@ import torch
 from tests.support.checkpoints import RUN as SAVED
 from tests.support.float8_runs import (
     EMULATED,
+    MX,
     PRECOMPUTED,
     RATES,
     RUN,
@@ -24,7 +25,6 @@ from tests.support.float8_runs import (
     spread,
 )
 from tests.support.harness import FULL, OP, TINY, changed, train
-from tests.support.mx_runs import MX
 from tests.support.pool import Pools
 from titanlite.config.sections import ActivationCheckpoint, Float8
 from titanlite.models.deepseek_v3 import DeepSeekV3Args

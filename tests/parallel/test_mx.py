@@ -16,9 +16,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.support.float8_runs import LINEARS, RUN
+from tests.support.float8_runs import LINEARS, MX, RUN
 from tests.support.harness import Run, full, stepper
-from tests.support.mx_runs import MX
 from tests.support.pool import Pools
 from tests.support.watch import Watch
 from titanlite.dist import ParallelismError

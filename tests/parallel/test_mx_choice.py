@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.support.mx_runs import MX
+from tests.support.float8_runs import MX
 from titanlite.assembly.preflight import check_machine
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Config, Float8

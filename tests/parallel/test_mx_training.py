@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.float8_runs import RATES, RUN, distance
+from tests.support.float8_runs import MX, RATES, RUN, distance
 from tests.support.harness import OP, train
-from tests.support.mx_runs import MX
 from tests.support.pool import Pools
 from titanlite.config.sections import Compile, Float8
 from titanlite.models import resolve_args

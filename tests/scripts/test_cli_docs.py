@@ -128,7 +128,6 @@ def test_what_is_not_there_ends_with_a_documented_code(
     words = {
         "train": ["/no.toml", "--nproc-per-node=2"],
         "launch": ["slurm", "/no.toml"],
-        "config schema": ["--no.key"],
         "checkpoint diff": ["/no", "/no"],
         "sample": ["/no.toml", "text"],
         "data prepare": ["/no.toml", "--out=/no", "--tokenizer=bundled"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.support.processes import ROOT
 from titanlite.data.text_files import iter_records
 from titanlite.resolve.load import check_config
-from titanlite.utils import read_lines
+from titanlite.runs.lines import read_lines
 
 QUIZ = ROOT / "examples" / "continuations.jsonl"
 HELD_OUT = ROOT / "titanlite/data/assets/validation/validation-00000-of-00001.json.gz"

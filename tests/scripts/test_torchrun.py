@@ -322,7 +322,7 @@ def test_a_start_that_meets_the_closed_rendezvous_of_an_earlier_one_may_be_repea
 #: A worker that says that it was asked to stop, and its launcher.
 WORKER = """
 import os, signal, time
-from titanlite.dist.signals import end_with_parent
+from titanlite.dist.parent_death import end_with_parent
 signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"asked to stop"), os._exit(0)))
 end_with_parent(signal.SIGTERM)
 os.write(1, b"ready")
@@ -347,7 +347,7 @@ def test_a_worker_is_asked_to_stop_when_its_torchrun_is_killed() -> None:
 
 def test_a_process_ends_when_its_parent_ended_before_it_asked() -> None:
     late = (
-        "from titanlite.dist.signals import end_with_parent; end_with_parent(9, 2**22 + 1); "
+        "from titanlite.dist.parent_death import end_with_parent; end_with_parent(9, 2**22 + 1); "
         "print('goes on')"
     )
     assert python("-c", late).returncode == -9

@@ -23,6 +23,7 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 REAL = Float8(enable_float8_linear=True)
 EMULATED = Float8(enable_float8_linear=True, emulate=True)
 GATHERED = changed(EMULATED, enable_fsdp_float8_all_gather=True)
+MX = Float8(enable_float8_linear=True, recipe_name="mxfp8", emulate=True)
 PRECOMPUTED = changed(GATHERED, precompute_float8_dynamic_scale_for_fsdp=True)
 #: Linears of TINY that are converted: seven in each of two blocks, and their parameters.
 LINEARS = 14

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +134,25 @@ def unpermute(weight: Tensor, n_heads: int) -> Tensor:
     """Undo `hf.permute`."""
     heads = weight.unflatten(0, (n_heads, 2, -1))
     return heads.transpose(1, 2).flatten(0, 2)
+
+
+def check_files(
+    theirs: Any, state: Mapping[str, Tensor], spec: Any, args: Any, folder: Path
+) -> None:
+    """Hold files that `transformers` writes of its model against an export, and read them."""
+    from safetensors.torch import load_file
+
+    from titanlite.checkpoint.foreign_formats import open_weights
+
+    theirs.save_pretrained(folder)
+    files = load_file(folder / "model.safetensors")
+    exported = spec.to_hf(state, args)
+    assert files.keys() == exported.keys()
+    assert all(files[name].equal(exported[name]) for name in files)
+    weights = open_weights(folder)
+    assert (weights.family, replace(weights.args, max_seq_len=1)) == (
+        spec.name,
+        replace(args, max_seq_len=1, n_kv_heads=args.kv_heads),
+    )
+    assert weights.parts.keys() == state.keys()
+    assert all(weights.read(name).equal(state[name]) for name in state)

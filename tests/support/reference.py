@@ -26,6 +26,19 @@ class Curve:
     weights: dict[str, torch.Tensor]
 
 
+def in_our_names(
+    state: Mapping[str, torch.Tensor], names: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file under titanlite's names. names: of `ModelSpec.hf_names`."""
+    found = {}
+    for ours, theirs in names.items():
+        is_one = isinstance(theirs, str)
+        found[ours] = state[theirs] if is_one else torch.stack([state[one] for one in theirs])
+    return found
+
+
+#: Matrices of Mixtral's experts in files → as `transformers` calls them.
+_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 
 
@@ -35,7 +48,11 @@ def in_memory(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """
     found = {}
     parts: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
-    for name, tensor in state.items():
+    for in_file, tensor in state.items():
+        name = in_file
+        if ".block_sparse_moe" in name:
+            name = name.replace("block_sparse_moe", "mlp")
+            name = re.sub(r"\.(w[123])\.", lambda found: f".{_MIXTRAL[found[1]]}.", name)
         match = _EXPERT.fullmatch(name)
         if match is None:
             found[name] = tensor

@@ -10,7 +10,7 @@ from typing import Any
 
 from titanlite.assembly.datasets import Datasets
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.models.fields import is_added_later, is_of_training
+from titanlite.models.fields import is_of_training
 from titanlite.utils import is_dotted
 
 #: Left out of the arguments of any model, as in checkpoints of 0.2.0: weights of routers' losses.
@@ -31,8 +31,7 @@ def weights_fingerprints(model: str, args: Any, tokenizer: Tokenizer) -> dict[st
     """Return the part of `fingerprints` on which the meaning of weights depends."""
     shape = asdict(args)
     for one in fields(args):
-        is_absent = is_added_later(type(args), one.name) and shape[one.name] == one.default
-        if is_absent or one.name in _NEVER or is_of_training(type(args), one.name):
+        if one.name in _NEVER or is_of_training(type(args), one.name):
             del shape[one.name]
     if is_dotted(model):
         shape["model"] = os.path.basename(model)

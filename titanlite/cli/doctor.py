@@ -28,7 +28,8 @@ from titanlite.cli.parser import FLAGS, Commands, add_files, files_of, new_comma
 from titanlite.dist.interfaces import INTERFACES, interface_problem
 from titanlite.resolve.load import check_config
 from titanlite.runs.provenance import versions
-from titanlite.utils import Style, cores, counted, human_bytes, public, sync
+from titanlite.runs.tables import Style
+from titanlite.utils import cores, counted, human_bytes, public, sync
 
 if TYPE_CHECKING:
     from titanlite.run.config import RunConfig
@@ -261,7 +262,7 @@ def _config(run: RunConfig) -> _Found:
     from titanlite.assembly.preflight import machine_problems
     from titanlite.data import DataError
     from titanlite.data.tokenizer import load_tokenizer
-    from titanlite.dist.process_settings import count_gpus
+    from titanlite.dist.count_gpus import count_gpus
 
     ranks = run.launch.gpus_per_node
     gpus = count_gpus()

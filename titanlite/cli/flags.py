@@ -23,16 +23,13 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         word = argv[place]
         place += 1
         if begins_option(word) and names_key(word):
-            end = place + value_words(word, _plain_words(argv[place:]))
+            plain = list(itertools.takewhile(lambda word: not begins_option(word), argv[place:]))
+            end = place + value_words(word, plain)
             flags += [word, *argv[place:end]]
             place = end
         else:
             ours.append(word)
     return ours, flags
-
-
-def _plain_words(words: Sequence[str]) -> list[str]:
-    return list(itertools.takewhile(lambda word: not begins_option(word), words))
 
 
 def names_key(option: str) -> bool:

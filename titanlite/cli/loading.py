@@ -113,6 +113,12 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
         )
     model = empty_model(spec, args, device)
     fill(model, model.state_dict(), source.read, dtype, device)
+    stop_ids = set(tokenizer.stop_ids)
+    generation = Path(str(source.path)) / "generation_config.json"
+    if source.is_hf and generation.is_file():
+        # A folder of Hugging Face's layout may name more.
+        more = parse_json(generation.read_bytes()).get("eos_token_id")
+        stop_ids |= {more} if isinstance(more, int) else set(more or [])
     size = human_count(sum(parameter.numel() for parameter in model.parameters()))
     seconds = human_time(time.perf_counter() - started)
     step = f", step {source.step}" if source.step else ""
@@ -129,7 +135,7 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
         device=device,
         chat_template=data.get("chat_template"),
         template_date=data.get("template_date"),
-        stop_ids=frozenset(_stop_ids(tokenizer, Path(str(source.path)) if source.is_hf else None)),
+        stop_ids=frozenset(stop_ids),
         summary=f"{source.path}: {source.family}{step}, {size} parameters in {str(dtype)[6:]} on "
         f"{device}, context {args.max_seq_len:,} tokens, loaded in {seconds}",
     )
@@ -170,12 +176,3 @@ def _tokenizer(source: Source, path: str | None) -> tuple[Tokenizer, dict[str, A
             "give that one as --tokenizer PATH"
         )
     return tokenizer, data
-
-
-def _stop_ids(tokenizer: Tokenizer, folder: Path | None) -> set[int]:
-    """folder: of Hugging Face's layout, which may name more."""
-    found = set(tokenizer.stop_ids)
-    if folder is not None and (file := folder / "generation_config.json").is_file():
-        more = parse_json(file.read_bytes()).get("eos_token_id")
-        found |= {more} if isinstance(more, int) else set(more or [])
-    return found

@@ -81,7 +81,7 @@ def add_to_group(
 
 #: Commands and options of earlier versions → what does their work now.
 GONE = {
-    "completion": "editors complete keys by `titanlite config schema` (docs/config.md)",
+    "completion": "editors complete keys by train_configs/titanlite.schema.json (docs/config.md)",
     "run": "`titanlite train CONFIG` trains on all GPUs of this machine",
     "compare": "docs/runs.md has a script that puts runs side by side",
     "drill": "its faults are played by the tests (tests/failures) and benchmarks/crash_soak.py",
@@ -138,6 +138,7 @@ GONE = {
     "sample --greedy": "--temperature 0 takes the likeliest token",
     "sample --prompt-file": "`xargs -d '\\n' -a FILE titanlite sample CHECKPOINT` takes its lines",
     "sweep --json": "results.json has the results",
+    "config schema": "it is the file train_configs/titanlite.schema.json, in the package too",
     "config template": "`titanlite config explain` has each key with its default and meaning",
     "config migrate": "`titanlite config show FILE` prints the config with titanlite's own names",
     "tokenizer": "`hf download OWNER/NAME --include 'tokenizer*' --local-dir FOLDER` fetches one",

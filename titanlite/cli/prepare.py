@@ -48,7 +48,7 @@ from titanlite.data.text_files import TextFiles
 from titanlite.data.token_paths import INDEX, KIND, is_index
 from titanlite.data.tokenize_files import Document, dtype_for, encode, targets_of
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.dist.signals import end_with_parent
+from titanlite.dist.parent_death import end_with_parent
 from titanlite.runs.lock import LockedError, RunLock
 from titanlite.utils import (
     atomic_write,

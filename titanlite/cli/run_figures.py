@@ -10,7 +10,8 @@ from typing import Any
 
 from titanlite.runs.goodput import goodput_of
 from titanlite.runs.read import Row, Run
-from titanlite.utils import Table, human_time
+from titanlite.runs.tables import Table
+from titanlite.utils import human_time
 
 NONE = "–"
 

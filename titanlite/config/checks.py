@@ -58,10 +58,6 @@ def placed(config: LoadedConfig, found: Iterable[Problem]) -> list[Problem]:
 # Stage 2: contradictions
 
 
-def _is_huge(norm: float) -> bool:
-    return norm >= 1e9
-
-
 _MODE = "activation_checkpoint.mode"
 _RATE = "lr_scheduler."
 _COMPILE = "training.compile"
@@ -99,7 +95,7 @@ NEEDS: tuple[Rule, ...] = (
         _EARLY,
         True,
         "training.max_norm",
-        _is_huge,
+        lambda norm: norm >= 1e9,
         "1e9 turns clipping off: its norm comes after the last update",
     ),
     Rule(_MODE, "budget", "compile.components", contains("model"), '"model" must be among them'),
@@ -327,22 +323,21 @@ RULES: tuple[ConfigRule, ...] = (
 
 def missing_files(config: LoadedConfig) -> Iterator[Problem]:
     """Find local paths in keys that do not exist."""
-    for key, path in _paths(config):
+    for key, path in _paths(config.sections):
         is_local = key == "model.tokenizer_path" or not is_url(path or "")
         if path and is_local and not is_there(path):
             remedy = fetch_hint(path) if key == "model.tokenizer_path" else ""
             yield Problem("no-file", key, f"no file or folder {quote(path)}", remedy)
 
 
-def _paths(config: LoadedConfig) -> Iterator[tuple[str, str | None]]:
-    d = config.sections
+def _paths(d: Config) -> Iterator[tuple[str, str | None]]:
     if d.model.tokenizer_path != BUNDLED_TOKENIZER_NAME:
         yield "model.tokenizer_path", d.model.tokenizer_path
     yield "training.dataset_path", d.training.dataset_path
-    if d.validation.enable:
-        yield "validation.dataset_path", d.validation.dataset_path
-    # A run that has checkpoints already reads neither, except for the weights under adapters.
-    is_new = not _has_checkpoints(d)
+    # A run that has checkpoints already reads neither, except for the weights under adapters. A
+    # store is not asked.
+    folder = glob.escape(os.path.join(d.job.dump_folder, d.checkpoint.folder))
+    is_new = not is_url(d.checkpoint.folder) and not glob.glob(f"{folder}/step-*")
     if is_new or d.lora.rank:
         yield "checkpoint.initial_load_path", d.checkpoint.initial_load_path
     if is_new and d.lora.rank:
@@ -350,6 +345,7 @@ def _paths(config: LoadedConfig) -> Iterator[tuple[str, str | None]]:
     for number, source in enumerate(d.data.source):
         yield f"data.source[{number}].path", source.path
     if d.validation.enable:
+        yield "validation.dataset_path", d.validation.dataset_path
         for number, source in enumerate(d.validation.sources):
             yield f"{_SOURCES}[{number}].path", source.path
 
@@ -362,14 +358,6 @@ def is_there(path: str) -> bool:
     if os.path.exists(f"{path}.idx"):
         return True
     return any(glob.iglob(path, recursive=True))
-
-
-def _has_checkpoints(d: Config) -> bool:
-    """Return True for a store, which is not asked."""
-    if is_url(d.checkpoint.folder):
-        return True
-    folder = os.path.join(d.job.dump_folder, d.checkpoint.folder)
-    return os.path.isdir(folder) and any(name.startswith("step-") for name in os.listdir(folder))
 
 
 def closed_urls(config: LoadedConfig) -> Iterator[Problem]:

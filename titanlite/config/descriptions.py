@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -55,11 +54,18 @@ def _describe(part: Any) -> str:
             return values[0]
         return f"one of {', '.join(values)}"
     if get_origin(kind) is list:
-        (item,) = get_args(kind)
-        return _describe_list(item)
+        return _describe_list(*get_args(kind))
     if get_origin(kind) is dict:
         return "a table"
-    return f"{_PLAIN.get(kind, 'a value')} {' and '.join(_bounds(metas))}".rstrip()
+    bounds = []
+    for meta in metas:
+        for limit, sign in _LIMITS.items():
+            number = getattr(meta, limit)
+            if number is not None:
+                bounds.append(f"{sign} {number}")
+    if any(meta.min_length for meta in metas):
+        bounds.append("that is not empty")
+    return f"{_PLAIN.get(kind, 'a value')} {' and '.join(bounds)}".rstrip()
 
 
 def _describe_list(item: Any) -> str:
@@ -70,15 +76,3 @@ def _describe_list(item: Any) -> str:
     if item in _MANY:
         return f"a list of {_MANY[item]}"
     return f"a list whose items are each {describe(item)}"
-
-
-def _bounds(metas: Sequence[Any]) -> list[str]:
-    found = []
-    for meta in metas:
-        for limit, sign in _LIMITS.items():
-            number = getattr(meta, limit)
-            if number is not None:
-                found.append(f"{sign} {number}")
-    if any(meta.min_length for meta in metas):
-        found.append("that is not empty")
-    return found

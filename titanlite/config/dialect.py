@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from titanlite.config.aliases import MX, key_of, translated
+from titanlite.config.aliases import MX, MicrobatchSize, key_of, translated
 from titanlite.config.errors import DEFAULT, Problem, Source
 from titanlite.config.keys import keys
 from titanlite.config.toml import quote
@@ -19,6 +19,7 @@ from titanlite.config.unsupported_keys import UNSUPPORTED
 
 if TYPE_CHECKING:
     from titanlite.config.load import Layers
+    from titanlite.config.written_values import Entry
 
 
 class Later(msgspec.Struct, frozen=True):
@@ -58,11 +59,18 @@ TRANSFORMERS_FLAVORS: dict[str, dict[str, Any]] = _TABLES["transformers"]
 _RECIPE = "float8.recipe_name"
 
 
-def apply_later(layers: Layers, sign: Source, why: str) -> None:
+def apply_later(layers: Layers, later: Entry | None) -> None:
     """Give a file of torchtitan 0.2.x its model and defaults, where no layer sets them.
 
-    sign: what says that it is one. why: what it says.
+    It says so, or uses one of its names. later: the first one.
     """
+    said = layers.values.get("job.dialect")
+    if said is not None and said.value == "2026":
+        sign, why = said.source, 'says dialect "2026"'
+    elif said is None and later:
+        sign, why = later.source, f"uses the later name {later.name}"
+    else:
+        return
     source = Source("dialect", sign.file, sign.line)
     if "job.dialect" not in layers.values:
         layers.put("job.dialect", "2026", source)
@@ -73,7 +81,9 @@ def apply_later(layers: Layers, sign: Source, why: str) -> None:
         layers.notes.append(
             'the warm-up of torchtitan 0.2.x is n / W at step n: lr_scheduler.style = "titan-0.2"'
         )
-    _apply_transformers(layers, source)
+    name = layers.values.get("model.name")
+    if name is not None and name.raw == TRANSFORMERS:
+        _take_transformers_flavor(layers, source)
     model = (layers.get("model.name"), layers.get("model.flavor"))
     if model in LATER_MODELS:
         _take_later_model(layers, model, sign)
@@ -94,8 +104,24 @@ def _take_later_model(layers: Layers, model: tuple[str, str], sign: Source) -> N
     if later.flavor != flavor:
         layers.put("model.flavor", later.flavor, _written_as(layers, "model.flavor", flavor, sign))
     source = Source("dialect", sign.file, sign.line)
-    if name == "deepseek_v3" and not layers.gives_scaling:
-        _scale_deepseek(layers, flavor, source)
+    own_scaling = {"model.rope_scaling", "model.overrides.rope_scaling"} & layers.values.keys()
+    if name == "deepseek_v3" and not own_scaling:
+        # As torchtitan does, RoPE is scaled by YaRN for sequences over the published context alone.
+        mscale = _DEEPSEEK_MSCALE.get(flavor, 1.0)
+        scaling: Any = {
+            "rope_type": "yarn",
+            "factor": 40.0,
+            "original_max_position_embeddings": _DEEPSEEK_CONTEXT,
+            "mscale": mscale,
+            "mscale_all_dim": mscale,
+        }
+        if layers.get("training.seq_len") <= _DEEPSEEK_CONTEXT:
+            scaling = "none"
+            layers.notes.append(
+                f"torchtitan scales RoPE of deepseek_v3 for sequences over {_DEEPSEEK_CONTEXT} "
+                'tokens alone: model.rope_scaling = "none"'
+            )
+        layers.put("model.rope_scaling", scaling, source)
     taken = _put_missing(layers, later.settings, source)
     here = quote(later.flavor)
     if later.name:
@@ -106,26 +132,6 @@ def _take_later_model(layers: Layers, model: tuple[str, str], sign: Source) -> N
     layers.notes.append(note)
 
 
-def _scale_deepseek(layers: Layers, flavor: str, source: Source) -> None:
-    """As torchtitan does, scale RoPE by YaRN for sequences over the published context alone."""
-    if layers.get("training.seq_len") <= _DEEPSEEK_CONTEXT:
-        layers.put("model.rope_scaling", "none", source)
-        layers.notes.append(
-            f"torchtitan scales RoPE of deepseek_v3 for sequences over {_DEEPSEEK_CONTEXT} tokens "
-            'alone: model.rope_scaling = "none"'
-        )
-        return
-    mscale = _DEEPSEEK_MSCALE.get(flavor, 1.0)
-    scaling = {
-        "rope_type": "yarn",
-        "factor": 40.0,
-        "original_max_position_embeddings": _DEEPSEEK_CONTEXT,
-        "mscale": mscale,
-        "mscale_all_dim": mscale,
-    }
-    layers.put("model.rope_scaling", scaling, source)
-
-
 def _written_as(layers: Layers, key: str, value: str, sign: Source) -> Source:
     settled = layers.values.get(key)
     given = DEFAULT if settled is None else settled.source
@@ -134,10 +140,7 @@ def _written_as(layers: Layers, key: str, value: str, sign: Source) -> Source:
     return Source("dialect", sign.file, sign.line)
 
 
-def _apply_transformers(layers: Layers, source: Source) -> None:
-    name = layers.values.get("model.name")
-    if name is None or name.raw != TRANSFORMERS:
-        return
+def _take_transformers_flavor(layers: Layers, source: Source) -> None:
     flavor = layers.get("model.flavor")
     if flavor in TRANSFORMERS_FLAVORS:
         # Models of transformers have no flavors here: the default stands for none.
@@ -152,11 +155,11 @@ def _apply_transformers(layers: Layers, source: Source) -> None:
         )
 
 
-def settle_mx(layers: Layers, source: Source) -> None:
-    """Give torchtitan's default recipe to a file with the MX converter; refuse other formats.
-
-    source: of `model.converters`.
-    """
+def settle_mx(layers: Layers, converters: Entry | None) -> None:
+    """Give torchtitan's default recipe to a file with the MX converter; refuse other formats."""
+    if converters is None or MX not in str(converters.value):
+        return
+    source = converters.source
     settled = layers.values.get(_RECIPE)
     if settled is None:
         # There it is "mxfp8_cublas".
@@ -167,16 +170,20 @@ def settle_mx(layers: Layers, source: Source) -> None:
         layers.problems.append(Problem("conflict", "model.converters", message, hint, source.place))
 
 
-def apply_microbatch_size(layers: Layers, size: int, source: Source) -> None:
+def settle_microbatches(layers: Layers) -> None:
     """Turn a micro-batch size into the count, now that the batch size is known."""
     key = "experimental.pipeline_parallel_microbatches"
+    given = layers.values.get(key)
+    if given is None or not isinstance(given.value, MicrobatchSize):
+        return
     batch_size = layers.get("training.batch_size")
-    layers.put(key, max(batch_size // size, 1), source)
+    layers.put(key, max(batch_size // given.value.size, 1), given.source)
     # With other problems the batch size may be wrong.
-    if batch_size % size and not layers.problems:
-        message = f"micro-batches of {size} do not divide training.batch_size = {batch_size}"
-        name = f"{source.written} ({key})"
-        layers.problems.append(Problem("does-not-fit", name, message, where=source.place))
+    if batch_size % given.value.size and not layers.problems:
+        message = f"{given.value} do not divide training.batch_size = {batch_size}"
+        name = f"{given.source.written} ({key})"
+        where = given.source.place
+        layers.problems.append(Problem("does-not-fit", name, message, where=where))
 
 
 def settle_unsupported(layers: Layers) -> None:

@@ -50,26 +50,20 @@ def _is_on(config: LoadedConfig, key: str) -> bool:
     return key == switch or (matches(config.value(switch), wanted) and _is_on(config, switch))
 
 
-def without_effect(config: LoadedConfig) -> list[str]:
-    """Return the written keys of what is off, in order."""
-    found = []
-    for name, key in keys().items():
-        changes = config.is_given(name) and config.value(name) != key.default
-        if changes and not _is_on(config, name):
-            found.append(name)
-    return found
-
-
 def idle_keys(config: LoadedConfig) -> tuple[list[str], list[str]]:
-    """Return notes and warnings about `without_effect`, but for sections written as off."""
+    """Return notes and warnings about written keys of what is off, but for sections written as
+    off.
+    """
     float8 = []
     others = []
-    for key in without_effect(config):
-        section = key.partition(".")[0]
-        if section == "float8":
-            float8.append(key)
-        elif _is_on(config, section) or not config.is_given(_SWITCHES[section][0]):
-            others.append(key)
+    for name, key in keys().items():
+        changes = config.is_given(name) and config.value(name) != key.default
+        if not changes or _is_on(config, name):
+            continue
+        if key.section == "float8":
+            float8.append(name)
+        elif _is_on(config, key.section) or not config.is_given(_SWITCHES[key.section][0]):
+            others.append(name)
     notes = []
     warnings = []
     if any(config.is_given(key) for key in keys() if key.startswith("ladder.")):

@@ -9,7 +9,7 @@ others.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from titanlite.config.aliases import (
     CONVERTED,
     FLOAT8,
     MX,
-    MicrobatchSize,
     key_of,
     normalized,
     refusal,
@@ -39,8 +38,6 @@ from titanlite.config.toml import loads, quote
 from titanlite.config.trust import Claim, Origin, refusals
 from titanlite.config.unsupported_keys import NAMES, UNSUPPORTED
 from titanlite.config.written_values import SWEEP, Entry, command_line_entries, file_entries
-
-_MICROBATCHES = "experimental.pipeline_parallel_microbatches"
 
 USAGE = """\
 usage: train.py [--job.config_file FILE ...] [--section.key VALUE ...]
@@ -87,7 +84,12 @@ def read(argv: Sequence[str], defer: bool = False) -> tuple[LoadedConfig, list[P
         for path in (entry.value or [""]) if entry.name == "job.config_file" else ():
             found = find_config(path)
             if found is None:
-                problems.append(_missing(path))
+                known = [file.name for folder in config_folders() for file in folder.glob("*.toml")]
+                close = nearest(Path(path).name, known)
+                hint = f"nearest in train_configs/: {close[0]}" if close else ""
+                message = f"no file {quote(path)}"
+                missing = Problem("no-file", "job.config_file", message, hint, "command line")
+                problems.append(missing)
             else:
                 failure = Problem("unreadable", "job.config_file", "", where="command line")
                 layers.read(found, path, chain=(), failure=failure)
@@ -135,14 +137,6 @@ def in_config_folders(name: str) -> Path | None:
             if os.path.isfile(folder / name):
                 return folder / name
     return None
-
-
-def _missing(path: str) -> Problem:
-    known = [file.name for folder in config_folders() for file in folder.glob("*.toml")]
-    close = nearest(Path(path).name, known)
-    hint = f"nearest in train_configs/: {close[0]}" if close else ""
-    message = f"no file {quote(path)}"
-    return Problem("no-file", "job.config_file", message, hint, "command line")
 
 
 #: Keys that a file, or the command line, cannot set.
@@ -202,7 +196,10 @@ class Layers:
             text = path.read_text(encoding="utf-8")
         # A path with a zero byte is a ValueError, and so is a text that is not UTF-8.
         except (OSError, ValueError) as error:
-            message = f"cannot read {quote(str(shown))}: {_reason(error)}"
+            reason = getattr(error, "strerror", None) or str(error)
+            if isinstance(error, UnicodeDecodeError):
+                reason = "is not UTF-8 text"
+            message = f"cannot read {quote(str(shown))}: {reason}"
             self.problems.append(replace(failure, message=message))
             return
         self.read_text(text, path, chain)
@@ -225,9 +222,7 @@ class Layers:
         file = path.parent / os.path.expanduser(name)
         if not file.exists():
             file = in_config_folders(name) or file
-        from titanlite.config.trust_claims import file_claim
-
-        claim = file_claim(place, "job.extends", name, file)
+        claim = Claim(place, "job.extends", name, f"reads the file {file}")
         if refused := refusals([claim], self.origin):
             self.problems += refused
             return
@@ -241,11 +236,12 @@ class Layers:
             if "${" not in str(entry.value):
                 found.append(entry)
                 continue
-            from titanlite.config import trust_claims, variables
+            from titanlite.config import variables
 
-            names = variables.names_in(entry.value)
-            place = entry.source.place
-            wanted = [trust_claims.variable_claim(place, entry.name, name) for name in names]
+            wanted = []
+            for name in variables.names_in(entry.value):
+                effect = f"reads the environment variable {name}"
+                wanted.append(Claim(entry.source.place, entry.name, f"${{{name}}}", effect))
             if refused := refusals(wanted, origin):
                 self.problems += refused
                 found.append(entry)
@@ -260,26 +256,24 @@ class Layers:
         """Return the config of all files, with the flags over them."""
         written = [entry for _, entries in self.files for entry in entries]
         named = {entry.name: entry for entry in [*written, *flags]}
-        idle = _idle_converter(named)
+        # Files of torchtitan may have tables of several converters, which set the same keys here.
+        values = {name: str(entry.value) for name, entry in named.items()}
+        recipe = values.get("float8.recipe_name", "")
+        is_mx = MX in values.get("model.converters", "") or recipe.startswith("mx")
+        idle = f"{FLOAT8 if is_mx else MX}."
         if without := [name for name in named if name.startswith(idle)]:
             self.notes.append(f"no effect, by model.converters: {', '.join(without)}")
         layers: list[tuple[Path | None, list[Entry]]] = [*self.files, (None, flags)]
         for file, entries in layers:
             self._add([one for one in entries if not one.name.startswith(idle)], file)
-        self._apply_dialect(written)
-        if _names_mx(named):
-            from titanlite.config.dialect import settle_mx
+        if self.unsupported or {"job.dialect", *ALIASES} & named.keys():
+            from titanlite.config import dialect
 
-            settle_mx(self, named["model.converters"].source)
-        size = self.values.get(_MICROBATCHES)
-        if size is not None and isinstance(size.value, MicrobatchSize):
-            from titanlite.config.dialect import apply_microbatch_size
-
-            apply_microbatch_size(self, size.value.size, size.source)
-        if self.unsupported:
-            from titanlite.config.dialect import settle_unsupported
-
-            settle_unsupported(self)
+            later = (one for one in written if one.name in ALIASES and ALIASES[one.name].is_later)
+            dialect.apply_later(self, next(later, None))
+            dialect.settle_mx(self, named.get("model.converters"))
+            dialect.settle_microbatches(self)
+            dialect.settle_unsupported(self)
         if self.sweep is not None:
             place = self.sweep.source.place
             self.notes.append(
@@ -289,16 +283,26 @@ class Layers:
         return self._loaded()
 
     def _loaded(self) -> LoadedConfig:
-        settled = self.values.items()
-        tree = self._tree()
+        tree: dict[str, dict[str, Any]] = {name: {} for name in sections()}
+        for name, settled in self.values.items():
+            section, _, key = name.partition(".")
+            table = table_of(name)
+            if table:
+                # TOML reads the name of an entry, which may have quotes.
+                (entry,) = loads(f"{name[len(table) + 1 :]} = 0")
+                entries = tree[section].setdefault(table.partition(".")[2], {})
+                entries[entry] = settled.value
+            else:
+                tree[section][key] = settled.value
         others = {name: msgspec.convert(tree.pop(name), owner) for name, owner in OTHERS.items()}
+        values = self.values.items()
         return LoadedConfig(
             replace_fields(msgspec.convert(tree, Config), others=others),
-            {name: one.source for name, one in settled},
+            {name: one.source for name, one in values},
             tuple(_short(path) for path, _ in self.files),
             tuple(self.notes),
-            {name: one.deferred for name, one in settled if one.deferred is not None},
-            tuple(claim for _, one in settled for claim in one.claims),
+            {name: one.deferred for name, one in values if one.deferred is not None},
+            tuple(claim for _, one in values for claim in one.claims),
             self.origin,
             self.sweep,
         )
@@ -317,7 +321,13 @@ class Layers:
             key = key_of(entry.name)
             before = layer.get(key, value)
             if before.value != value.value:
-                self.problems.append(_given_twice(key, before, value))
+                both = " and ".join(
+                    f"{one.source.written} = {quote(one.raw)} ({one.source.place})"
+                    for one in (before, value)
+                )
+                message = f"two names of one thing, {key}, differ: {both}"
+                place = entry.source.place
+                self.problems.append(Problem("given-twice", entry.name, message, where=place))
             layer[key] = value
         self._exclude(layer)
         self._drop_overrides(layer)
@@ -369,89 +379,28 @@ class Layers:
                 place = layer[chosen[-1]].source.place
                 message = f"these exclude each other: {places}"
                 self.problems.append(Problem("exclusive", chosen[-1], message, where=place))
-            elif chosen:
-                self._replace_others(chosen[0], group, layer)
-
-    def _replace_others(self, key: str, group: Sequence[str], layer: dict[str, _Value]) -> None:
-        for other in group:
-            if other == key:
                 continue
-            gone = self.values.pop(other, None)
-            if gone is not None and gone.value is not None:
-                replaced = _assignment(other, gone)
-                self.notes.append(f"{key} ({layer[key].source}) replaces {replaced}")
+            for key in group if chosen else ():
+                gone = None if key in chosen else self.values.pop(key, None)
+                if gone is not None and gone.value is not None:
+                    by = f"{chosen[0]} ({layer[chosen[0]].source})"
+                    self.notes.append(f"{by} replaces {_assignment(key, gone)}")
 
     def _drop_overrides(self, layer: dict[str, _Value]) -> None:
         """Drop those of the layers below where this one chooses another model."""
         models = ("model.name", "model.flavor")
         others = [key for key in models if key in layer and layer[key].value != self.get(key)]
-        gone = [name for name in self.values if name.startswith("model.overrides.")]
-        if others and gone:
-            dropped = ", ".join(_assignment(name, self.values.pop(name)) for name in gone)
-            chosen = " and ".join(_assignment(key, layer[key]) for key in others)
-            self.notes.append(f"{chosen} drops the overrides of another model: {dropped}")
-
-    def _tree(self) -> dict[str, dict[str, Any]]:
-        tree: dict[str, dict[str, Any]] = {name: {} for name in sections()}
-        for name, settled in self.values.items():
-            section, _, key = name.partition(".")
-            table = table_of(name)
-            if table:
-                # TOML reads the name of an entry, which may have quotes.
-                (entry,) = loads(f"{name[len(table) + 1 :]} = 0")
-                entries = tree[section].setdefault(table.partition(".")[2], {})
-                entries[entry] = settled.value
-            else:
-                tree[section][key] = settled.value
-        return tree
+        overrides = [name for name in self.values if name.startswith("model.overrides.")]
+        if others and overrides:
+            dropped = ", ".join(_assignment(name, self.values.pop(name)) for name in overrides)
+            by = " and ".join(_assignment(key, layer[key]) for key in others)
+            self.notes.append(f"{by} drops the overrides of another model: {dropped}")
 
     def put(self, key: str, value: Any, source: Source) -> None:
         self.values[key] = _Value(value, source)
 
     def get(self, key: str) -> Any:
         return self.values[key].value if key in self.values else keys()[key].default
-
-    def _apply_dialect(self, entries: Iterable[Entry]) -> None:
-        """A file of torchtitan 0.2.x says so, or uses one of its names."""
-        later = [
-            one.source for one in entries if one.name in ALIASES and ALIASES[one.name].is_later
-        ]
-        said = self.values.get("job.dialect")
-        if said is not None and said.value == "2026":
-            sign, why = said.source, 'says dialect "2026"'
-        elif said is None and later:
-            sign, why = later[0], f"uses the later name {later[0].written}"
-        else:
-            return
-        from titanlite.config import dialect
-
-        dialect.apply_later(self, sign, why)
-
-    @property
-    def gives_scaling(self) -> bool:
-        return "model.rope_scaling" in self.values or (
-            "model.overrides.rope_scaling" in self.values
-        )
-
-
-def _names_mx(entries: Mapping[str, Entry]) -> bool:
-    return "model.converters" in entries and MX in str(entries["model.converters"].value)
-
-
-def _idle_converter(entries: Mapping[str, Entry]) -> str:
-    """Return how names begin that do not count.
-
-    Files of torchtitan may have tables of several converters, which set the same keys here.
-    """
-    recipe = entries.get("float8.recipe_name")
-    is_mx = _names_mx(entries) or (recipe is not None and str(recipe.value).startswith("mx"))
-    return f"{FLOAT8 if is_mx else MX}."
-
-
-def _reason(error: OSError | ValueError) -> str:
-    if isinstance(error, UnicodeDecodeError):
-        return "is not UTF-8 text"
-    return getattr(error, "strerror", None) or str(error)
 
 
 def _short(path: Path) -> str:
@@ -474,9 +423,8 @@ def _of_entry(problem: Problem, entry: Entry) -> Problem:
     # The key stands beside another name of it, so that both can be searched for.
     shown = entry.name if entry.name == key else f"{entry.name} ({key})"
     hint = problem.remedy
-    variables = entry.source.variables
-    if variables and problem.code == "wrong-type":
-        flag = f'--{entry.name}="${variables[0]}"'
+    if entry.source.variables and problem.code == "wrong-type":
+        flag = f'--{entry.name}="${entry.source.variables[0]}"'
         hint = f"variables stand in strings only; a shell replaces {flag}"
     place = entry.place(problem.key)
     return replace(problem, where=place, key=shown + problem.key, remedy=hint)
@@ -484,12 +432,3 @@ def _of_entry(problem: Problem, entry: Entry) -> Problem:
 
 def _assignment(key: str, value: _Value) -> str:
     return f"{key} = {quote(value.value)} ({value.source})"
-
-
-def _given_twice(key: str, first: _Value, second: _Value) -> Problem:
-    both = " and ".join(
-        f"{value.source.written} = {quote(value.raw)} ({value.source.place})"
-        for value in (first, second)
-    )
-    message = f"two names of one thing, {key}, differ: {both}"
-    return Problem("given-twice", second.source.written, message, where=second.source.place)

@@ -154,10 +154,9 @@ class LoadedConfig:
         """Return whether a default gave way to another key for the same thing."""
         if self.is_given(key):
             return False
-        for group in EXCLUSIVE:
-            if key in group and any(self._is_chosen(other) for other in group):
-                return True
-        return False
-
-    def _is_chosen(self, key: str) -> bool:
-        return self.is_given(key) and self.value(key) is not None
+        return any(
+            self.is_given(other) and self.value(other) is not None
+            for group in EXCLUSIVE
+            if key in group
+            for other in group
+        )

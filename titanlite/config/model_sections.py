@@ -38,10 +38,9 @@ class Model(Section, frozen=True):
     for name = "hf", and for the shape of flavor = "from_folder". A path that begins with a dot is
     relative to the file that names it.
     """
-    norm_type: Literal["rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm"] | None = None
-    """Every normalisation of the model: rmsnorm, layernorm with a weight and no bias, or
-    np_layernorm, without parameters. fused_rmsnorm is the module of rmsnorm: torch runs it as one
-    kernel where it can. None: the flavor's, rmsnorm.
+    norm_type: Literal["rmsnorm", "fused_rmsnorm"] | None = None
+    """Normalisations of hidden states. Both are one module, which torch runs as one kernel where it
+    can. None: rmsnorm.
     """
     tokenizer_path: Location = BUNDLED
     """Tokenizer: a tiktoken rank file (original/tokenizer.model of Llama 3), a sentencepiece model

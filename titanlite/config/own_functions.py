@@ -68,20 +68,20 @@ def load_functions(config: LoadedConfig) -> None:
     for key, path in dotted_paths(config):
         try:
             if key == "optimizer.name":
-                if load_optimizer(path, config.value("optimizer.args"))[1]:
-                    _warn_of_settings(config)
+                _, is_class = load_optimizer(path, config.value("optimizer.args"))
+                settings = ("weight_decay", "beta1", "beta2", "eps", "momentum", "kahan")
+                written = [
+                    name
+                    for name in (*settings, "implementation")
+                    if is_class and config.is_given(f"optimizer.{name}")
+                ]
+                if written:
+                    logger.warning(
+                        f"optimizer.{', '.join(written)}: a class of optimizers gets lr and "
+                        "[optimizer.args] alone"
+                    )
             elif key in FUNCTIONS:
                 load_function(key, path)
         except ValueError as error:
             problems.append(Problem("unresolved", key, str(error), HINT, config.place(key)))
     refuse(problems)
-
-
-def _warn_of_settings(config: LoadedConfig) -> None:
-    names = ("weight_decay", "beta1", "beta2", "eps", "momentum", "kahan", "implementation")
-    written = [name for name in names if config.is_given(f"optimizer.{name}")]
-    if written:
-        logger.warning(
-            f"optimizer.{', '.join(written)}: a class of optimizers gets lr and [optimizer.args] "
-            "alone"
-        )

@@ -246,10 +246,6 @@ class Launch(Section, frozen=True):
     """Kubernetes: table of annotations for the job, its job set and its pods, as those of JobSet
     and of Kueue's topologies.
     """
-    trainer_version: Annotated[str, Meta(pattern=r"^2\.\d+$")] = "2.0"
-    """Kubernetes: version of the trainer that runs a TrainJob. From 2.2 on time_limit is that of
-    the whole job.
-    """
     token_secret: str = ""
     """Kubernetes: secret whose key `token` is the token of Hugging Face's hub."""
     preflight: bool = True

@@ -56,22 +56,24 @@ class Claim:
     #: What it would do, as "imports /tmp/evil.py".
     effect: str
 
-    def refusal(self) -> Problem:
-        message = f"{quote(self.value)} {self.effect}; titanlite does not trust this file"
-        return Problem("untrusted", self.key, message, _HINT, self.place)
-
-    def announcement(self) -> str:
-        return f"{FLAG}: {self.place}: {self.key} = {quote(self.value)} {self.effect}"
-
 
 def refusals(claims: Sequence[Claim], origin: Origin) -> list[Problem]:
     """Return the problems of foreign claims, as the only gate; print those that the user allows."""
     if origin is Origin.FOREIGN:
-        return [claim.refusal() for claim in claims]
+        return [
+            Problem(
+                "untrusted",
+                claim.key,
+                f"{quote(claim.value)} {claim.effect}; titanlite does not trust this file",
+                _HINT,
+                claim.place,
+            )
+            for claim in claims
+        ]
     is_first = os.environ.get("RANK", "0") == "0"  # the other ranks have the same to say
     if origin is Origin.TRUSTED and is_first:
         for claim in claims:
-            say(claim.announcement())
+            say(f"{FLAG}: {claim.place}: {claim.key} = {quote(claim.value)} {claim.effect}")
     return []
 
 

@@ -20,18 +20,15 @@ _TASK_FILES = ("eval.include_path",)
 
 
 def code_claim(place: str, key: str, path: str, written: str = "") -> Claim:
-    """Return the claim of a dotted path. written: as in the file, if different."""
-    return Claim(place, key, written or path, f"imports {_imported(path)}")
+    """Return the claim of a dotted path. written: as in the file, if different.
 
-
-def variable_claim(place: str, key: str, name: str) -> Claim:
-    """Return the claim of an environment variable in a value."""
-    return Claim(place, key, f"${{{name}}}", f"reads the environment variable {name}")
-
-
-def file_claim(place: str, key: str, written: str, path: Path) -> Claim:
-    """Return the claim of a config file that another one extends."""
-    return Claim(place, key, written, f"reads the file {path}")
+    Nothing is imported.
+    """
+    name = path.partition(":")[0]
+    module = f"the module {name}"
+    if name.startswith((".", "/")):
+        module = f"the file {Path(name).resolve()}"
+    return Claim(place, key, written or path, f"imports {module}")
 
 
 def config_claims(place: str, key: str, written: Any, value: Any) -> Iterator[Claim]:
@@ -57,11 +54,3 @@ def _dotted_paths(key: str, value: Any) -> Iterator[str]:
     elif key in _TABLES:
         names = [table.get("name") for table in value or []]
         yield from (name for name in names if name and is_dotted(name))
-
-
-def _imported(path: str) -> str:
-    """Return what an import would run, for people. It imports nothing."""
-    name = path.partition(":")[0]
-    if name.startswith((".", "/")):
-        return f"the file {Path(name).resolve()}"
-    return f"the module {name}"

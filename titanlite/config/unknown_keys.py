@@ -25,26 +25,22 @@ def unknown(name: str, source: Source) -> Problem:
     if name in NAMES["gone"]:
         return Problem("unknown-key", name, "this key is gone", NAMES["gone"][name], source.place)
     section, _, last = name.rpartition(".")
+    if section in BROKEN:
+        return unknown_section(section, source)
     code, message = "unknown-key", "unknown key"
     if table := next((key for key in tables() if name.startswith(f"{key}.")), ""):
         message = f"names no entry of {table}; one that is a table is one value, as {{factor = 8}}"
-    elif section in BROKEN:
-        return unknown_section(section, source)
     elif section and section not in known_sections():
         code, message = "unknown-section", f"unknown section [{section}]"
-    return Problem(code, name, message, _meant(name, last), source.place)
-
-
-def _meant(name: str, last: str) -> str:
-    """last: the name's part without a section."""
     others = NAMES["other_trainers"]
-    if name in others or last in others:
-        return f"here this is {others.get(name) or others[last]}"
     elsewhere = [known for known in sorted(known_names()) if known.endswith(f".{last}")]
-    if elsewhere:
-        meant = (nearest(name, elsewhere) or elsewhere)[0]
-        return f"{last} belongs to another section: {meant}"
-    section = name.removesuffix(last)
-    siblings = [known for known in sorted(known_names()) if known.startswith(section)]
-    close = nearest(name, siblings if section else ()) or nearest(name, known_names())
-    return f"nearest: {close[0]}" if close else _HELP
+    siblings = [known for known in sorted(known_names()) if known.startswith(f"{section}.")]
+    if name in others or last in others:
+        hint = f"here this is {others.get(name) or others[last]}"
+    elif elsewhere:
+        hint = f"{last} belongs to another section: {(nearest(name, elsewhere) or elsewhere)[0]}"
+    elif close := nearest(name, siblings) or nearest(name, known_names()):
+        hint = f"nearest: {close[0]}"
+    else:
+        hint = _HELP
+    return Problem(code, name, message, hint, source.place)

@@ -42,15 +42,19 @@ class Unsupported(NamedTuple):
         return any(type(value) is type(off) and value == off for off in self.off)
 
 
-def _switch_of(name: str) -> str:
-    for start, switch in NAMES["switches"].items():
-        if name.startswith(start) and name != switch:
-            return str(switch)
-    return ""
-
-
 UNSUPPORTED: dict[str, Unsupported] = {
-    name: Unsupported(tuple(off), reason, _switch_of(name))
+    name: Unsupported(
+        tuple(off),
+        reason,
+        next(
+            (
+                switch
+                for start, switch in NAMES["switches"].items()
+                if name.startswith(start) and name != switch
+            ),
+            "",
+        ),
+    )
     for reason, keys in NAMES["unsupported"].items()
     for name, off in keys.items()
 }

@@ -221,23 +221,17 @@ def _one(type_: Any, text: str) -> Any:
     is_none = text.lower() == "none" or (not text and not fits(type_, text))
     if is_none and type(None) in members(type_) and "none" not in choices(type_):
         return None
-    readings = list(_readings(text))
+    readings: list[Any] = [text.lower() == "true"] if text.lower() in ("true", "false") else []
+    for read in (_literal, _json, float):
+        try:
+            readings.append(read(text))
+        except ValueError:
+            continue
     # A text keeps its quotes, unless any value will do.
     if type_ is not Any:
         readings = [value for value in readings if not isinstance(value, str)]
     fitting = [value for value in [*readings, text] if fits(type_, value)]
     return [*fitting, *readings, text][0]
-
-
-def _readings(text: str) -> Iterator[Any]:
-    """Yield a word as each kind of value, the likeliest first."""
-    if text.lower() in ("true", "false"):
-        yield text.lower() == "true"
-    for read in (_literal, _json, float):
-        try:
-            yield read(text)
-        except ValueError:
-            continue
 
 
 def _json(text: str) -> Any:

@@ -164,18 +164,13 @@ def end(
     try:
         process.wait(grace)
     except BaseException as error:
-        _kill(process)
+        if process.poll() is None:
+            for pid in [*_descendants(process.pid), process.pid]:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is not None:
-        return
-    for pid in [*_descendants(process.pid), process.pid]:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
 
 
 def _descendants(pid: int) -> list[int]:

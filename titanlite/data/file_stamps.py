@@ -88,9 +88,13 @@ def difference(saved: Any, rows: Rows) -> str:
             if len(then) < 4 or then[3] != _base(name):
                 continue
             now = stamp.split(" ")
-            change = _change(then, now)
-            if change:
-                replaced.append(f"{public_name(name)} has another {change}")
+            changes = [
+                f"{what} ({old}, now {new})"
+                for what, old, new in zip(("size", "tag"), then, now, strict=False)
+                if _UNKNOWN not in (old, new) and old != new
+            ]
+            if changes:
+                replaced.append(f"{public_name(name)} has another {changes[0]}")
             elif now[1] == _UNKNOWN and then[2] != now[2]:
                 touched.append(public_name(name))
     if touched:
@@ -99,13 +103,6 @@ def difference(saved: Any, rows: Rows) -> str:
             "If their text is another one, the resume is not exact"
         )
     return some_of(replaced)
-
-
-def _change(then: Sequence[str], now: Sequence[str]) -> str:
-    for what, old, new in zip(("size", "tag"), then, now, strict=False):
-        if _UNKNOWN not in (old, new) and old != new:
-            return f"{what} ({old}, now {new})"
-    return ""
 
 
 def _texts(rows: Rows) -> Iterator[tuple[str, FileStamps]]:

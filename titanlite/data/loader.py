@@ -9,6 +9,7 @@ the course tells it by n.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -178,9 +179,8 @@ class TrainLoader:
         size = self.micro_batch_size
         if pieces > 1:
             cut = in_pieces(stack(self.dataset, indexes), pieces)
-            batches = [
-                _between(cut, first, first + size) for first in range(0, len(cut.tokens), size)
-            ]
+            parts = [slice(first, first + size) for first in range(0, len(cut.tokens), size)]
+            batches = [cut.map(itemgetter(part)) for part in parts]
         else:
             firsts = range(0, len(indexes), size)
             batches = [stack(self.dataset, indexes[first : first + size]) for first in firsts]
@@ -248,10 +248,6 @@ def in_pieces(rows: Batch, pieces: int) -> Batch:
         return cut
     # They are numbered within each sequence.
     return cut._replace(documents=cut.documents - cut.documents[:, :1])
-
-
-def _between(batch: Batch, first: int, end: int) -> Batch:
-    return batch.map(lambda tensor: tensor[first:end])
 
 
 def check_rank(rank: int, dp_degree: int) -> None:

@@ -25,7 +25,19 @@ def list_text(place: Place) -> Listing:
     if path.is_file():
         return named_files([_found(path, path.parent)], place)
     if path.is_dir():
-        return choose(list(_files_of(path)), place)
+        found: list[FoundFile] = []
+        for file in sorted(all_files(path)):
+            relative = file.relative_to(path).as_posix()
+            if why_no_text(relative) is not None:
+                found.append(FoundFile(str(file), relative))
+            elif file.is_file():
+                found.append(FoundFile(str(file), relative, _size(file)))
+            else:
+                raise DataError(
+                    f"{file} is a link to a file that does not exist; copy the file, or remove the "
+                    "link"
+                )
+        return choose(found, place)
     # A pattern with two ** finds a file several times.
     matches = {Path(name) for name in glob.iglob(str(path), recursive=True)}
     files = sorted(file for file in matches if file.is_file())
@@ -54,19 +66,6 @@ def _size(file: Path) -> int | None:
         return file.stat().st_size
     except OSError:
         return None  # the error comes when it is read
-
-
-def _files_of(folder: Path) -> Iterator[FoundFile]:
-    for file in sorted(all_files(folder)):
-        relative = file.relative_to(folder).as_posix()
-        if why_no_text(relative) is not None:
-            yield FoundFile(str(file), relative)
-        elif file.is_file():
-            yield FoundFile(str(file), relative, _size(file))
-        else:
-            raise DataError(
-                f"{file} is a link to a file that does not exist; copy the file, or remove the link"
-            )
 
 
 def all_files(path: Path) -> Iterator[Path]:

@@ -126,7 +126,11 @@ class Phases:
         if done.steps:
             # By tokens: the step that it would be if no step had another size than planned.
             for planned in replace(self, skip=())._begins(FRESH):
-                if planned.step <= done.steps and _has_begun(planned.phase, done):
+                phase = planned.phase
+                has_begun = (phase.tokens or 0) < done.tokens
+                if phase.step is not None:
+                    has_begun = phase.step <= done.steps
+                if planned.step <= done.steps and has_begun:
                     waiting.remove(planned.phase)
                     size = self._with(planned.phase, size)
                     found.append(planned._replace(done=done, size=size))
@@ -135,27 +139,16 @@ class Phases:
             nearest = steps.index(min(steps))
             step = steps[nearest]
             phase = waiting.pop(nearest)
-            here = self._walk(here, step - 1, size)
+            ahead = step - 1 - here.steps
+            rows = skip_ranges.advance(here.position, ahead * size.rows, self.skip)
+            here = Progress(step - 1, here.tokens + ahead * size.tokens, rows)
             size = self._with(phase, size)
             found.append(_Begin(step, phase, here, size))
         return found
 
-    def _walk(self, done: Progress, steps: int, size: StepSize) -> Progress:
-        ahead = steps - done.steps
-        tokens = done.tokens + ahead * size.tokens
-        return Progress(
-            steps, tokens, skip_ranges.advance(done.position, ahead * size.rows, self.skip)
-        )
-
     def _with(self, phase: DataPhase, size: StepSize) -> StepSize:
         sequences = phase.global_batch_size or size.sequences
         return self._sized(sequences, phase.seq_len or size.seq_len)
-
-
-def _has_begun(phase: DataPhase, done: Progress) -> bool:
-    if phase.step is not None:
-        return phase.step <= done.steps
-    return (phase.tokens or 0) < done.tokens
 
 
 def _first_step(phase: DataPhase, done: Progress, size: StepSize) -> int:

@@ -105,7 +105,12 @@ def retried(call: Callable[[], T], failed: str, patience: float) -> T:
             reason = _reason(error)
             if _is_final(reason):
                 raise DataError(f"{failed}: {words(reason)}") from error
-            wait = _wait_after(reason, tries)
+            wait = min(_FIRST_WAIT * 2 ** (tries - 1), _LONGEST_WAIT) * random.uniform(0.5, 1.0)
+            response = getattr(reason, "response", None)
+            headers = getattr(response, "headers", None) or getattr(reason, "headers", None) or {}
+            asked = str(headers.get("Retry-After", ""))
+            if asked.isdigit():
+                wait = float(asked) + random.random()
             if tried + wait > patience or ending.is_set():
                 spent = f"{counted(tries, 'attempts')} in {human_time(tried)} (data.retry_seconds)"
                 raise DataError(f"{failed}, {spent}: {words(reason)}") from error
@@ -116,19 +121,13 @@ def retried(call: Callable[[], T], failed: str, patience: float) -> T:
 def _is_final(reason: BaseException) -> bool:
     if isinstance(reason, FileNotFoundError | PermissionError | MissingPackageError):
         return True
-    # Not a subclass of ValueError: a proxy answers without JSON, and the next answer may be right.
-    return type(reason) is ValueError or _status(reason) in (400, 401, 403, 404, 410)
-
-
-def _wait_after(reason: BaseException, tries: int) -> float:
-    """Return the seconds that the server asks for, else twice as many each time."""
     response = getattr(reason, "response", None)
-    headers = getattr(response, "headers", None) or getattr(reason, "headers", None) or {}
-    asked = str(headers.get("Retry-After", ""))
-    wait = min(_FIRST_WAIT * 2 ** (tries - 1), _LONGEST_WAIT) * random.uniform(0.5, 1.0)
-    if asked.isdigit():
-        return float(asked) + random.random()
-    return wait
+    if isinstance(response, dict):
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    else:
+        status = getattr(response, "status_code", None) or getattr(reason, "status", None)
+    # Not a subclass of ValueError: a proxy answers without JSON, and the next answer may be right.
+    return type(reason) is ValueError or status in (400, 401, 403, 404, 410)
 
 
 def _reason(error: Exception) -> BaseException:
@@ -137,13 +136,6 @@ def _reason(error: Exception) -> BaseException:
     if cause is not None and type(cause).__module__.startswith(("aiohttp", "botocore")):
         return cause
     return error
-
-
-def _status(error: BaseException) -> int | None:
-    response = getattr(error, "response", None)
-    if isinstance(response, dict):
-        return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    return getattr(response, "status_code", None) or getattr(error, "status", None)
 
 
 class _Checked:
@@ -186,7 +178,14 @@ class RemoteReader(io.RawIOBase):
         timeouts: dict[str, Any] = {}
         is_http = self._url.startswith(("http://", "https://"))
         if is_http:
-            timeouts = self._timeouts()
+            try:
+                import aiohttp
+            except ImportError as error:
+                raise MissingPackageError(store_needs("https", error)) from error
+            # A large file may take long, a silent server may not.
+            silence = max(min(_SILENCE, self._patience), 1.0)
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=silence, sock_read=silence)
+            timeouts = {"client_kwargs": {"timeout": timeout}}
         system, path = url_to_fs(self._url, **timeouts)
         if self.identity is not None:
             # Its listing may be old.
@@ -210,16 +209,6 @@ class RemoteReader(io.RawIOBase):
                 raise DataError(
                     f"{self._name} has changed while it was read: run on the text as it was"
                 )
-
-    def _timeouts(self) -> dict[str, Any]:
-        """A large file may take long, a silent server may not."""
-        try:
-            import aiohttp
-        except ImportError as error:
-            raise MissingPackageError(store_needs("https", error)) from error
-        silence = max(min(_SILENCE, self._patience), 1.0)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=silence, sock_read=silence)
-        return {"client_kwargs": {"timeout": timeout}}
 
     def readable(self) -> bool:
         return True

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, cast
@@ -91,7 +90,10 @@ def url_text(place: Place) -> Listing:
     is_pattern = any(sign in public_name(url) for sign in "*?[")
     if not is_pattern and any(file.kind for file in found):
         return choose(found, replace(place, path=public_name(url)))
-    return named_files(_known(found, url, place.key), place)
+    shown = [file for file in found if not is_hidden(file.base)]
+    if not shown:
+        raise DataError(f"{place.key}: there are no files at {public_name(url)}")
+    return named_files([file for file in shown if file.kind] or shown, place)
 
 
 def _base(url: str) -> str:
@@ -123,13 +125,6 @@ def _listed(url: str, key: str) -> list[FoundFile]:
 
 def _fixed_part(pattern: str) -> str:
     return re.split(r"[*?\[]", pattern, maxsplit=1)[0].rpartition("/")[0]
-
-
-def _known(found: Sequence[FoundFile], url: str, key: str) -> list[FoundFile]:
-    shown = [file for file in found if not is_hidden(file.base)]
-    if not shown:
-        raise DataError(f"{key}: there are no files at {public_name(url)}")
-    return [file for file in shown if file.kind] or shown
 
 
 def hub_files(

@@ -86,9 +86,28 @@ def _arrow(content: io.BufferedReader[Any]) -> Iterator[tuple[int, Any]]:
     if content.peek(6).startswith(b"ARROW1"):
         reader = ipc.open_file(content)
         batches = map(reader.get_batch, range(reader.num_record_batches))
+        stream = None
     else:
-        batches = ipc.open_stream(content)
+        stream = _Watched(content)
+        batches = ipc.open_stream(stream)
     before = 0
     for batch in batches:
         yield before, batch
         before += batch.num_rows
+    if stream is not None and stream.is_at_end:
+        raise DamagedError("the stream has no end mark, which its writer sets as it is closed")
+
+
+class _Watched:
+    """Notes that its reader met the end, since pyarrow takes that for the end mark."""
+
+    closed = False
+
+    def __init__(self, content: io.BufferedReader[Any]) -> None:
+        self._content = content
+        self.is_at_end = False
+
+    def read(self, size: int) -> bytes:
+        piece = self._content.read(size)
+        self.is_at_end = len(piece) < size
+        return piece

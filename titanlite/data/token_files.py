@@ -296,13 +296,8 @@ def open_tokens(
         raise DataError(
             f"{key}: {error.filename or path} cannot be read: {error.strerror or error}"
         ) from error
-    _check_fields(files, path, keys.fields)
-    return files
-
-
-def _check_fields(files: TokenFiles, path: str, fields: Mapping[str, str | None]) -> None:
     options = files.index["options"] if files.index else {}
-    for name, wanted in fields.items():
+    for name, wanted in keys.fields.items():
         there = options.get(name)
         if wanted is None or wanted == there:
             continue
@@ -310,6 +305,7 @@ def _check_fields(files: TokenFiles, path: str, fields: Mapping[str, str | None]
         raise DataError(
             f"data.{name}: {wanted!r} has no effect on {path}, which is {had}; leave the key out"
         )
+    return files
 
 
 def _prepared(

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from titanlite.dist.process_settings import count_gpus
+from titanlite.dist.count_gpus import count_gpus
 from titanlite.launch.instances import network_environment
 from titanlite.plan.hardware import INSTANCES
 from titanlite.utils import parse_json
@@ -68,18 +68,12 @@ def sagemaker_job(base: Path) -> tuple[list[str], dict[str, str]]:
     for name, value in sorted(read("hyperparameters").items()):
         if not name.startswith("sagemaker_"):
             key = "job.config_file" if name == "config_file" else name
-            command.append(f"--{key}={_hyperparameter(value)}")
+            # The SDK writes JSON, other callers plain text.
+            with contextlib.suppress(ValueError):
+                value = parse_json(value)
+            text = value if isinstance(value, str) else json.dumps(value)
+            command.append(f"--{key}={'' if value is None else text}")
     return command, variables
-
-
-def _hyperparameter(value: Any) -> str:
-    """Return a word of a command line; null is an empty word."""
-    # The SDK writes JSON, other callers plain text.
-    with contextlib.suppress(ValueError):
-        value = parse_json(value)
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def main() -> NoReturn:

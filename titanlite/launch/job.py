@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from msgspec.structs import asdict
 
 from titanlite import exit_codes
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import Problem, refuse
 from titanlite.config.run_sections import Launch
 from titanlite.plan.hardware import Instance
 from titanlite.run.config import RunConfig
 from titanlite.runs.provenance import config_text
-from titanlite.utils import control_characters, escape_name, templates
+from titanlite.utils import control_characters, escape_name
 
 _TEMPLATES = Path(__file__).parents[1] / "deploy"
 CONFIG = "config.toml"
@@ -60,23 +60,7 @@ def render(template: str, job: Job, values: Mapping[str, Any]) -> str:
 
     Raises ConfigError for a control character: a new line would begin a statement.
     """
-    _refuse_control_characters(job)
-    environment = templates(_TEMPLATES, keep_trailing_newline=True)
-    # YAML joins no surrogate pairs.
-    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
-    environment.filters |= {
-        "quote": shlex.quote,
-        "sbatch": _sbatch_word,
-        "literal": _kubernetes_literal,
-    }
-    return environment.get_template(template).render(values)
-
-
-def _refuse_control_characters(job: Job) -> None:
-    """Raise ConfigError for a control character in what reaches a template.
-
-    The config itself is TOML, which has its own escapes.
-    """
+    # The config itself is TOML, which has its own escapes.
     given = {
         "job.dump_folder": job.run.job.dump_folder,
         "launch": asdict(job.launch),
@@ -88,8 +72,26 @@ def _refuse_control_characters(job: Job) -> None:
         if found := control_characters(text):
             message = f"has the control character {', '.join(found)}"
             problems.append(Problem("does-not-fit", escape_name(place), message, hint))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    # YAML joins no surrogate pairs.
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
+    environment.filters |= {
+        "quote": shlex.quote,
+        # Slurm reads a backslash in an `#SBATCH` line as an escape also within quotes.
+        "sbatch": lambda text: shlex.quote(text).replace("\\", r"\\"),
+        # Kubernetes replaces `$(NAME)`; two dollars are one for it.
+        "literal": lambda text: text.replace("$", "$$"),
+    }
+    return environment.get_template(template).render(values)
 
 
 def _texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
@@ -104,18 +106,6 @@ def _texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _texts(item, place)
-
-
-def _sbatch_word(text: str) -> str:
-    """Return a word of an `#SBATCH` line: Slurm reads a backslash as an escape also within
-    quotes.
-    """
-    return shlex.quote(text).replace("\\", r"\\")
-
-
-def _kubernetes_literal(text: str) -> str:
-    """Return a text in which Kubernetes replaces no `$(NAME)`; two dollars are one for it."""
-    return text.replace("$", "$$")
 
 
 def limit_seconds(time_limit: str) -> int | None:

@@ -20,7 +20,8 @@ from titanlite.config.toml import quote_key
 from titanlite.config.urls import is_url
 from titanlite.launch.instances import network_environment
 from titanlite.launch.job import CONFIG, Job, LaunchError, limit_seconds, render
-from titanlite.runs.provenance import config_values, is_secret
+from titanlite.runs.config_changes import config_values
+from titanlite.runs.provenance import is_secret
 from titanlite.utils import public
 
 FILE = "job.yaml"
@@ -62,6 +63,12 @@ def files(job: Job) -> dict[str, str]:
     kind = launch.kind
     gpus = not launch.cpu
     fabric = job.instance if launch.nodes > 1 and gpus else None
+    # The operator gives the rest of the rendezvous in the environment; of a TrainJob all of it.
+    torchrun = ["python", "-m", "titanlite.torchrun"]
+    if kind != "TrainJob":
+        torchrun += ["--nproc_per_node", str(job.ranks)]
+    cpus = launch.cpu_request or str(_CPUS * job.ranks if gpus else job.ranks)
+    amounts = {"cpu": cpus, "memory": launch.memory_request}
     values = {
         "name": name,
         "folder": _folder(job),
@@ -71,7 +78,7 @@ def files(job: Job) -> dict[str, str]:
         "efa": fabric.efa if fabric else 0,
         "node_type": launch.instance_type,
         "container": "node" if kind == "TrainJob" else "pytorch",
-        "words": _words(job),
+        "words": [*torchrun, "-m", "titanlite", "train", f"{_CONFIG_FOLDER}/{CONFIG}"],
         "environment": {
             # So that a log shows each step when it is done.
             "PYTHONUNBUFFERED": "1",
@@ -82,11 +89,10 @@ def files(job: Job) -> dict[str, str]:
             **launch.environment,
         },
         "grace_seconds": launch.notice_seconds + _SPARE_SECONDS,
-        "requests": _requests(job),
+        "requests": {name: asked for name, asked in amounts.items() if asked not in ("", "0")},
         "shm_size": "" if launch.shm_size == "0" else launch.shm_size,
         "labels": launch.labels,
         "annotations": launch.annotations,
-        "job_deadline": _has_deadline(job),
         "deadline": limit_seconds(launch.time_limit),
         "volumes": [
             (claim.replace(".", "-"), claim, path) for claim, path in launch.volumes.items()
@@ -115,26 +121,6 @@ def _name(job: Job) -> str:
         name = f"run-{name}"
     start = name[:33].strip("-")
     return f"{start}-{hashlib.sha256(bytes(job.folder.parent)).hexdigest()[:6]}"
-
-
-def _requests(job: Job) -> dict[str, str]:
-    launch = job.launch
-    cpus = job.ranks if launch.cpu else _CPUS * job.ranks
-    asked = {"cpu": launch.cpu_request or str(cpus), "memory": launch.memory_request}
-    return {name: amount for name, amount in asked.items() if amount not in ("", "0")}
-
-
-def _has_deadline(job: Job) -> bool:
-    """Return whether a TrainJob itself has the field activeDeadlineSeconds."""
-    major, minor = (int(part) for part in job.launch.trainer_version.split("."))
-    return (major, minor) >= (2, 2)
-
-
-def _words(job: Job) -> list[str]:
-    # The operator gives the rest of the rendezvous in the environment; of a TrainJob all of it.
-    ranks = [] if job.launch.kind == "TrainJob" else ["--nproc_per_node", str(job.ranks)]
-    torchrun = ["python", "-m", "titanlite.torchrun", *ranks]
-    return [*torchrun, "-m", "titanlite", "train", f"{_CONFIG_FOLDER}/{CONFIG}"]
 
 
 def _problems(job: Job) -> Iterator[Problem]:

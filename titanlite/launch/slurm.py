@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import Problem, refuse
 from titanlite.config.urls import is_url
 from titanlite.launch.instances import network_environment
 from titanlite.launch.job import Job, LaunchError, limit_seconds, render
@@ -26,8 +26,7 @@ def files(job: Job) -> dict[str, str]:
     run_folder = job.folder.parent
     folders = {Path(os.path.abspath(launch.shared_dir or here)), here, run_folder}
     mounts = sorted(folder for folder in folders if not folders & set(folder.parents))
-    if problems := list(_problems(job, mounts)):
-        raise ConfigError(problems)
+    refuse(list(_problems(job, mounts)))
     network = {"OMP_NUM_THREADS": "1"}
     if not launch.cpu:
         network = network_environment(job.instance, efa=launch.nodes > 1)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from titanlite.config.errors import Problem
 from titanlite.config.trust import Origin, admit
 from titanlite.models.families import get_spec
-from titanlite.models.fields import checked_fields, is_added_later, is_of_training
+from titanlite.models.fields import checked_fields, is_of_training
 from titanlite.models.spec import ModelSpec, ShapeError, names_like, shown
 from titanlite.utils import is_dotted
 
@@ -114,20 +114,14 @@ def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None
         max_seq_len=max_seq_len,
         base=base,
     )
-    _check_scaling(args, max_seq_len)
-    return args
-
-
-def _check_scaling(args: Any, max_seq_len: int) -> None:
-    """Raise ShapeError for longer sequences than the RoPE's scaling is made for."""
-    scaling = getattr(args, "rope_scaling", None)
-    serves = getattr(scaling, "serves", None)
+    serves = getattr(getattr(args, "rope_scaling", None), "serves", None)
     if serves is not None and max_seq_len > serves:
         message = (
             f"serves {serves} tokens, factor times original_max_position_embeddings, and sequences "
             f"have {max_seq_len}"
         )
         raise ShapeError(Problem("model", "rope_scaling.factor", message, "raise it"))
+    return args
 
 
 _WAYS = 'set model.name = "hf", or model.flavor = "from_folder" to take its shape'
@@ -150,8 +144,7 @@ def missing_fields(model: Model) -> list[str]:
     found = []
     cls = get_spec(model.name).args_class
     for field in fields(cls):
-        is_known = is_of_training(cls, field.name) or is_added_later(cls, field.name)
-        can_lack = field.default is None or is_known
+        can_lack = field.default is None or is_of_training(cls, field.name)
         is_given = field.name in model.overrides or getattr(model, field.name, None) is not None
         if not can_lack and not is_given:
             found.append(field.name)

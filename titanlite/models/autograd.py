@@ -45,26 +45,29 @@ def silu_mul(gate: Tensor, x: Tensor) -> Tensor:
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         x32 = x.float()
         rstd = x32.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
-        return fresh((x32 * rstd).mul_(weight).to(x.dtype))
+        normed = x32 * rstd
+        return fresh((normed if weight is None else normed.mul_(weight)).to(x.dtype))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, rstd = ctx.saved_tensors
         normed = x.float() * rstd
         grad = grad.float()
-        grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        scaled = grad * weight
+        grad_weight = None
+        if weight is not None:
+            grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        scaled = grad * (1.0 if weight is None else weight)
         projection = (scaled * normed).mean(-1, keepdim=True)
         return scaled.sub_(normed.mul_(projection)).mul_(rstd).to(x.dtype), grad_weight, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
-    """Return x: [..., dim], normalised by its root mean square and times weight: [dim]."""
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
+    """Return x: [..., dim], normalised by its root mean square, times weight: [dim] or None."""
     return _RmsNorm.apply(x, weight, eps)
 
 
@@ -75,6 +78,6 @@ class RMSNorm(nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cuda" or self.weight is None:
+        if x.device.type == "cuda":
             return super().forward(x)
         return rms_norm(x, self.weight, self.eps)

@@ -35,16 +35,12 @@ def blocks(args: LlamaArgs) -> list[LlamaArgs]:
     return list(args.blocks().values())
 
 
-def _norm(args: LlamaArgs) -> int:
-    return 0 if args.norm_type == "np_layernorm" else args.dim
-
-
 def _table(args: LlamaArgs) -> int:
     return args.n_vocab * args.dim
 
 
 def _summed(args: LlamaArgs, counts: Iterable[int]) -> int:
-    return sum(counts) + _norm(args) + _table(args) * (1 if args.tied else 2)
+    return sum(counts) + args.dim + _table(args) * (1 if args.tied else 2)
 
 
 def count_parameters(args: LlamaArgs) -> int:
@@ -69,7 +65,7 @@ def flops_per_token(args: LlamaArgs, seq_len: int) -> int:
     for attention, causality not discounted; `window` if that is shorter. A tied embedding costs as
     the head.
     """
-    weights = _norm(args) + _table(args)
+    weights = args.dim + _table(args)
     attention = 0
     for block in blocks(args):
         weights += _block(block).active
@@ -80,11 +76,10 @@ def flops_per_token(args: LlamaArgs, seq_len: int) -> int:
 def pipeline_costs(args: LlamaArgs, seq_len: int) -> dict[str, Cost]:
     """Return the cost of each module that a pipeline can cut before."""
     table = _table(args)
-    norm = _norm(args)
     costs = {"tok_embeddings": Cost(0, table)}
     for name, block in args.blocks().items():
         count = _block(block)
         costs[name] = Cost(6 * count.active + block.attention_flops(seq_len), count.whole)
-    costs["norm"] = Cost(6 * norm, norm)
+    costs["norm"] = Cost(6 * args.dim, args.dim)
     costs["output"] = Cost(6 * table, table)
     return costs

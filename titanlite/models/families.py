@@ -31,20 +31,13 @@ _FAMILIES = {
 }
 
 
-@functools.cache
-def _builtin(name: str) -> ModelSpec:
-    module, _, variable = _FAMILIES[name].partition(":")
-    spec: ModelSpec = getattr(importlib.import_module(f"titanlite.models.{module}"), variable)
-    return spec
-
-
 class _Families(Mapping[str, ModelSpec]):
     """Name → spec; names are known without importing the families."""
 
     def __getitem__(self, name: str) -> ModelSpec:
-        if name not in _FAMILIES:
-            raise KeyError(name)
-        return _builtin(name)
+        module, _, variable = _FAMILIES[name].partition(":")
+        spec: ModelSpec = getattr(importlib.import_module(f"titanlite.models.{module}"), variable)
+        return spec
 
     def __iter__(self) -> Iterator[str]:
         return iter(_FAMILIES)

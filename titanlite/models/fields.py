@@ -28,20 +28,15 @@ def argument(
     decides: str | None = None,
     of_training: bool = False,
     may_be_zero: bool = False,
-    added_later: bool = False,
 ) -> Any:
     """Declare an argument that is no plain part of the shape; subclasses inherit the declaration.
 
     decides: the attribute that models are compared by, "" if others are. of_training: it changes
-    neither weights nor logits; runs that differ in it resume each other's checkpoints. added_later:
-    files without it mean its default, and models with its default resume the checkpoints from
-    before.
+    neither weights nor logits; runs that differ in it resume each other's checkpoints.
     """
     told: dict[str, Any] = {}
     if may_be_zero:
         told["may_be_zero"] = True
-    if added_later:
-        told["added_later"] = True
     if of_training:
         told["of_training"] = True
     if decides is not None or of_training:
@@ -66,11 +61,6 @@ def _told(cls: type, name: str) -> Mapping[str, Any]:
 def is_of_training(cls: type, name: str) -> bool:
     """Return whether an argument leaves the weights' meaning alone."""
     return bool(_told(cls, name)["of_training"])
-
-
-def is_added_later(cls: type, name: str) -> bool:
-    """Return whether files without the argument mean its default."""
-    return "added_later" in _told(cls, name)
 
 
 def deciding(args: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,32 +43,9 @@ def pieces_of(tensor: Tensor, name: HFName) -> dict[str, Tensor]:
     return dict(zip(as_names(name), pieces, strict=True))
 
 
-def joined(state: Mapping[str, Tensor], name: HFName) -> Tensor:
-    """Undo `pieces_of`."""
-    if isinstance(name, str):
-        return state[name]
-    import torch
-
-    pieces = torch.stack([state[one] for one in as_names(name)])
-    parts = parts_of_entry(name)
-    return pieces if parts == 1 else pieces.unflatten(0, (-1, parts)).flatten(1, 2)
-
-
 def is_derived(name: str) -> bool:
     """Return whether a tensor follows from the config and is no weight."""
     return _DERIVED.fullmatch(name) is not None
-
-
-def compare_names(wanted: Set[str], given: Set[str]) -> None:
-    """Raise ValueError unless the names are the same."""
-    if wanted != given:
-        differences = (("missing", sorted(wanted - given)), ("unknown", sorted(given - wanted)))
-        parts = []
-        for what, names in differences:
-            if names:
-                more = ", …" if len(names) > 3 else ""
-                parts.append(f"{len(names)} {what} ({', '.join(names[:3])}{more})")
-        raise ValueError(f"these weights are not of this model: {' and '.join(parts)}")
 
 
 #: Type of an entry of config.json → its name for people.

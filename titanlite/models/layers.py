@@ -21,18 +21,12 @@ if TYPE_CHECKING:
 
 
 def build_norm(args: LlamaArgs) -> nn.Module:
-    """Build the normalisation of `args.norm_type` over the last dimension, without bias.
-
-    torch's RMSNorm is fused on GPUs, so "rmsnorm" and "fused_rmsnorm" are the same.
-    """
+    """Build an RMSNorm of hidden states."""
     if args.norm_offset:
         from titanlite.models.norms import OffsetRMSNorm
 
         return OffsetRMSNorm(args.dim, args.norm_eps)
-    if args.norm_kind == "rmsnorm":
-        return RMSNorm(args.dim, eps=args.norm_eps)
-    has_weight = args.norm_kind == "layernorm"
-    return nn.LayerNorm(args.dim, eps=args.norm_eps, elementwise_affine=has_weight, bias=False)
+    return RMSNorm(args.dim, eps=args.norm_eps)
 
 
 class SdpaAttention(nn.Module):

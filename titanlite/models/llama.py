@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from titanlite.models.llama_hf import HFTable
 
-NORM_TYPES = ("rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm")
+#: torch runs both as one kernel.
+NORM_TYPES = ("rmsnorm", "fused_rmsnorm")
 _BEFORE = ("attention_norm", "ffn_norm")
 _AFTER = ("attention_post_norm", "ffn_post_norm")
 #: Value of `norm_placement` → names of the norms of a block.
@@ -70,7 +71,7 @@ class LlamaArgs:
     #: Vocabulary entries; None only in a flavor that takes the tokenizer's.
     vocab_size: int | None = None
     norm_eps: float = 1e-5
-    norm_type: str = argument("rmsnorm", decides="norm_kind")
+    norm_type: str = argument("rmsnorm", decides="")
     rope_theta: float = 10000.0
     rope_scaling: Scaling | None = None
     #: The head is the transposed embedding.
@@ -99,8 +100,6 @@ class LlamaArgs:
             wrong.append(
                 f"head_dim = {self.head_dim} is no positive even number: RoPE rotates pairs"
             )
-        if self.norm_offset and self.norm_kind != "rmsnorm":
-            wrong.append(f"norm_type is {self.norm_type!r}, and norms by 1 + weight are RMSNorms")
         if self.n_heads % self.kv_heads:
             wrong.append(f"n_kv_heads = {self.kv_heads} does not divide n_heads = {self.n_heads}")
         return wrong
@@ -161,10 +160,6 @@ class LlamaArgs:
     @property
     def embedding_scale(self) -> float:
         return 1.0
-
-    @property
-    def norm_kind(self) -> str:
-        return "rmsnorm" if self.norm_type == "fused_rmsnorm" else self.norm_type
 
     @property
     def kv_heads(self) -> int:
@@ -230,8 +225,6 @@ class LlamaArgs:
 
     def block_norms(self) -> dict[str, int]:
         """Return name in a block → length of the residual stream's norms."""
-        if self.norm_type == "np_layernorm":
-            return {}
         return dict.fromkeys(NORM_NAMES[self.norm_placement], self.dim)
 
     def feed_forward_linears(self) -> dict[str, Size]:

@@ -4,15 +4,14 @@ and up are one matrix.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from titanlite.models.attention import attend
-from titanlite.models.autograd import fresh, silu_mul
+from titanlite.models.autograd import rms_norm, silu_mul
 from titanlite.models.block_ropes import NoRotation
 from titanlite.models.experts.grouped import Experts, grouped_mm, local
 from titanlite.models.experts.layer import MoE, MoEBlock, MoEDecoder
@@ -49,14 +48,12 @@ class ChunkedAttention(SdpaAttention):
         if seq_len <= self.chunk:
             return attend(q, k, v)
         last = seq_len - seq_len % self.chunk
-        y = self._whole_chunks(q[:, :, :last], k[:, :, :last], v[:, :, :last])
+        whole = [self._as_rows(heads[:, :, :last]) for heads in (q, k, v)]
+        y = attend(whole[0], whole[1], whole[2]).transpose(1, 2)
+        y = y.unflatten(0, (q.size(0), -1)).flatten(1, 2).transpose(1, 2)
         if last == seq_len:
             return y
         return torch.cat([y, attend(q[:, :, last:], k[:, :, last:], v[:, :, last:])], 2)
-
-    def _whole_chunks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y = attend(self._as_rows(q), self._as_rows(k), self._as_rows(v)).transpose(1, 2)
-        return y.unflatten(0, (q.size(0), -1)).flatten(1, 2).transpose(1, 2)
 
     def _as_rows(self, heads: Tensor) -> Tensor:
         """Return [batch, heads, seq, head_dim] as [batch * chunks, heads, chunk, head_dim]."""
@@ -64,30 +61,11 @@ class ChunkedAttention(SdpaAttention):
         return chunks.flatten(0, 1).transpose(1, 2)
 
 
-class _UnitNorm(torch.autograd.Function):
-    """x divided by its root mean square; keeps x and one number per row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
-        x32 = x.float()
-        rstd = x32.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, rstd)
-        return fresh((x32 * rstd).to(x.dtype))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        x, rstd = ctx.saved_tensors
-        normed = x.float() * rstd
-        projection = (grad * normed).mean(-1, keepdim=True)
-        return (grad - normed.mul_(projection)).mul_(rstd).to(x.dtype), None
-
-
 def unit_norm(x: Tensor, eps: float) -> Tensor:
     """Return x: [..., width], divided by its root mean square, in float32."""
     if x.device.type == "cuda":
         return F.rms_norm(x, x.shape[-1:], None, eps)
-    return _UnitNorm.apply(x, eps)
+    return rms_norm(x, None, eps)
 
 
 class Llama4Attention(Attention):
@@ -120,7 +98,11 @@ class Llama4Attention(Attention):
             k = self._rotated(k, rotation)
         elif self.temperature:
             assert isinstance(rotation, NoRotation)
-            q = (q * self._scales(rotation.positions, q)).to(q.dtype)
+            positions = rotation.positions
+            if positions is None:
+                positions = torch.arange(q.size(1), device=q.device).unsqueeze(0)
+            passed = torch.floor((positions.float() + 1.0) / self.floor)
+            q = (q * (passed.log1p() * self.temperature + 1.0)[..., None, None]).to(q.dtype)
         y = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.wo(y.transpose(1, 2).flatten(2))
 
@@ -128,13 +110,6 @@ class Llama4Attention(Attention):
         """Rotate x: [batch, seq, heads, head_dim], and normalise it."""
         rotated = rotation(halves(x, interleaved=True))
         return unit_norm(rotated, self.eps) if self.unit_qk else rotated
-
-    def _scales(self, positions: Tensor | None, q: Tensor) -> Tensor:
-        """Return q's factors, which grow with position: [1 or batch, seq, 1, 1] float32."""
-        if positions is None:
-            positions = torch.arange(q.size(1), device=q.device).unsqueeze(0)
-        passed = torch.floor((positions.float() + 1.0) / self.floor)
-        return (passed.log1p() * self.temperature + 1.0)[..., None, None]
 
 
 class Llama4Experts(Experts):

@@ -73,8 +73,13 @@ class HFTable:
             if getattr(block, "n_experts", 0) and block.expert_bias:
                 own.add("feed_forward.expert_bias")
             for ours, theirs in self.names.items():
-                if ours.removesuffix(".weight") in own:
-                    found[f"{name}.{ours}"] = _stacked(f"model.{name}.{theirs}", block)
+                if ours.removesuffix(".weight") not in own:
+                    continue
+                full = f"model.{name}.{theirs}"
+                found[f"{name}.{ours}"] = full
+                if "*" in full:
+                    numbers = range(block.n_experts)
+                    found[f"{name}.{ours}"] = tuple(full.replace("*", f"{one}") for one in numbers)
         if not args.tied:
             found["output.weight"] = "lm_head.weight"
         return found
@@ -147,21 +152,11 @@ class HFTable:
 
 def _check_form(args: Any) -> None:
     """Raise ValueError for what `transformers` lacks."""
-    if args.norm_kind != "rmsnorm":
-        raise ValueError(
-            f"Hugging Face's Llama has RMSNorm only; this model has norm_type = {args.norm_type!r}"
-        )
     if getattr(args, "expert_bias", False) and not args.biases_in_files:
         raise ValueError(
             f"bias_update is {args.bias_update}, and this family has no biases of experts in "
             "`transformers`"
         )
-
-
-def _stacked(name: str, block: Any) -> HFName:
-    if "*" not in name:
-        return name
-    return tuple(name.replace("*", str(index)) for index in range(block.n_experts))
 
 
 def _read(

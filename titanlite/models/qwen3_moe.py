@@ -66,15 +66,10 @@ class Qwen3MoeArgs(ExpertArgs):
         beyond = [index for index in self.dense_blocks if not 0 <= index < self.n_layers]
         if beyond:
             wrong.append(f"dense_blocks has {beyond[0]}, and blocks are 0 to {self.n_layers - 1}")
-        elif self.n_experts and not self._moe_layers:
+        elif self.n_experts and len(self.all_dense_blocks) == self.n_layers:
             wrong.append("no block has experts: the family qwen3 has dense models")
         if wrong:
             raise ShapeError(*wrong)
-
-    @property
-    def _moe_layers(self) -> int:
-        left_out = {index for index in self.dense_blocks if (index + 1) % self.sparse_step == 0}
-        return self.n_layers // self.sparse_step - len(left_out)
 
     @property
     def all_dense_blocks(self) -> list[int]:

@@ -100,25 +100,15 @@ class Rope(nn.Module):
         """Fill the tables, unless they are on the meta device."""
         if self.cos.is_meta:
             return
-        cos, sin = self._tables()
-        self.cos.copy_(cos)
-        self.sin.copy_(sin)
-
-    def _tables(self) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines on the CPU."""
         # Always on the CPU, so that all devices rotate by the same angles. And in fp32 like the
         # reference implementations, since published weights were trained with these roundings.
         with torch.device("cpu"):
             position = torch.arange(self.cos.size(0), dtype=torch.float32)
             frequencies = rope_frequencies(self.head_dim, self.theta, self.scaling)
             angles = torch.outer(position, frequencies)
-        cos = angles.cos()
-        sin = angles.sin()
         amplitude = 1.0 if self.scaling is None else self.scaling.amplitude
-        if amplitude != 1.0:
-            cos *= amplitude
-            sin *= amplitude
-        return cos, sin
+        self.cos.copy_(angles.cos() * amplitude)
+        self.sin.copy_(angles.sin() * amplitude)
 
     def forward(self, seq_len: int, positions: Tensor | None = None) -> Rotation:
         """Return the rotation of 0 … seq_len - 1, or of `positions`: [batch, seq] int64.

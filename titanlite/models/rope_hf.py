@@ -23,8 +23,6 @@ WINDOW = "sliding_attention"
 _ORIGINAL = "original_max_position_embeddings"
 _POSITIONS = "max_position_embeddings"
 _PARTIAL = "partial_rotary_factor"
-#: Scalings whose original length is an entry of the table, or of config.json itself.
-_WITH_ORIGINAL = (RopeScaling, YarnScaling)
 #: Entries of a table that are left out where they have these values, the defaults.
 _DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 
@@ -64,49 +62,38 @@ def read_scaling(config: Mapping[str, Any]) -> Scaling | None:
     if kind is RopeScaling:
         for needed in ("factor", "low_freq_factor", "high_freq_factor"):
             entry_of(rope, needed, float)
-    return kind.of_table(_table_of(kind, config, rope))
-
-
-def _table_of(
-    kind: type[Scaling], config: Mapping[str, Any], rope: Mapping[str, Any]
-) -> dict[str, Any]:
-    table = {}
+    table: dict[str, Any] = {}
     for one in fields(kind):
         if one.init and rope.get(one.name) is not None:
             table[one.name] = rope[one.name]
-    if kind in _WITH_ORIGINAL:
-        table[_ORIGINAL] = _original(config, rope)
-    tells_original = rope.get(_ORIGINAL) is not None or config.get(_ORIGINAL) is not None
-    if kind is YarnScaling and tells_original and "factor" not in table:
-        table["factor"] = entry_of(config, _POSITIONS, int) / table[_ORIGINAL]
-    return table
-
-
-def _original(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
-    """Return the length before scaling, as `transformers` reads it."""
-    for place in (config, rope):
-        if place.get(_ORIGINAL) is not None:
-            return int(entry_of(place, _ORIGINAL, int))
-    return int(entry_of(config, _POSITIONS, int))
+    if kind in (RopeScaling, YarnScaling):
+        # The length before scaling, as `transformers` reads it.
+        places = [place for place in (config, rope) if place.get(_ORIGINAL) is not None]
+        if places:
+            table[_ORIGINAL] = entry_of(places[0], _ORIGINAL, int)
+        else:
+            table[_ORIGINAL] = entry_of(config, _POSITIONS, int)
+        if kind is YarnScaling and places and "factor" not in table:
+            table["factor"] = entry_of(config, _POSITIONS, int) / table[_ORIGINAL]
+    return kind.of_table(table)
 
 
 def written_rope(args: Any) -> dict[str, Any]:
     """Return the entries of config.json for `transformers` 5 and 4."""
     scaling: Scaling | None = args.rope_scaling
-    entries = {} if scaling is None else {"rope_scaling": _written(scaling)}
-    table = {**entries.get("rope_scaling", {"rope_type": "default"}), "rope_theta": args.rope_theta}
+    table: dict[str, Any] = {"rope_type": "default"}
+    entries = {}
+    if scaling is not None:
+        table = {"rope_type": scaling.kind, **scaling.as_table()}
+        if isinstance(scaling, RopeScaling):
+            table[_ORIGINAL] = table.pop("original_context")
+        for name, default in _DEFAULTS.items():
+            if table.get(name) == default:
+                table.pop(name)
+        entries["rope_scaling"] = table
+    table = {**table, "rope_theta": args.rope_theta}
     local = getattr(args, "local_theta", None)
     if local is not None:
         table = {FULL: table, WINDOW: {"rope_type": "default", "rope_theta": local}}
     # Without rope_theta `transformers` 4 would take 10,000 without a word.
     return {"rope_parameters": table, "rope_theta": args.rope_theta, **entries}
-
-
-def _written(scaling: Scaling) -> dict[str, Any]:
-    table = {"rope_type": scaling.kind, **scaling.as_table()}
-    if isinstance(scaling, RopeScaling):
-        table[_ORIGINAL] = table.pop("original_context")
-    for name, default in _DEFAULTS.items():
-        if table.get(name) == default:
-            table.pop(name)
-    return table

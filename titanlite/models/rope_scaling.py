@@ -87,13 +87,6 @@ def _at_least_one(scaling: Any, *names: str) -> None:
             raise _error(f"{name} must be at least 1, got {value}")
 
 
-def _positive(scaling: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(scaling, name)
-        if value is not None and not value > 0:
-            raise _error(f"must be positive, got {value}", name)
-
-
 @dataclass(frozen=True)
 class RopeScaling(Scaling):
     """Llama 3.1's stretching of the long wavelengths (Llama 3 model card)."""
@@ -161,7 +154,10 @@ class YarnScaling(Scaling):
 
     def __post_init__(self) -> None:
         _at_least_one(self, "factor", "original_max_position_embeddings")
-        _positive(self, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        for name in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise _error(f"must be positive, got {value}", name)
         if self.beta_fast < self.beta_slow:
             message = f"is {self.beta_slow}, more than beta_fast = {self.beta_fast}"
             raise _error(message, "beta_slow")

@@ -188,56 +188,14 @@ class ModelSpec:
 
     def to_hf(self, state: Mapping[str, Tensor], args: Any) -> dict[str, Tensor]:
         """Return a full state dictionary under Hugging Face's names; the tensors are shared, not
-        copied.
-
-        Raises ValueError if a parameter is missing or unknown.
+        copied. `titanlite.checkpoint.foreign_formats.open_weights` reads files.
         """
-        from titanlite.models.hf_names import compare_names, pieces_of
+        from titanlite.models.hf_names import pieces_of
 
-        names = self.hf_names(args)
-        compare_names(names.keys(), state.keys() - self.tied(args).keys())
         found: dict[str, Tensor] = {}
-        for ours, theirs in names.items():
+        for ours, theirs in self.hf_names(args).items():
             found.update(pieces_of(state[ours], theirs))
         return found
-
-    def from_hf(self, state: Mapping[str, Tensor], args: Any) -> dict[str, Tensor]:
-        """Undo `to_hf`; a tied head is the embedding's tensor itself.
-
-        Raises ValueError if a parameter is missing or unknown, or if a tied head differs from the
-        embedding.
-        """
-        from titanlite.models.hf_names import HF_HEAD, joined
-
-        self.names_from_hf(state, args)
-        state = {name.removeprefix(self.part_prefix): tensor for name, tensor in state.items()}
-        found: dict[str, Tensor] = {}
-        for ours, theirs in self.hf_names(args).items():
-            found[ours] = joined(state, theirs)
-        for name, other in self.tied(args).items():
-            if HF_HEAD in state and not state[HF_HEAD].equal(found[other]):
-                raise ValueError(f"{HF_HEAD} differs from {other}, but the model ties them")
-            found[name] = found[other]
-        return found
-
-    def names_from_hf(self, given: Collection[str], args: Any) -> dict[str, str]:
-        """Return Hugging Face's name, as `hf_names` has it, → ours, for the tensors among `given`
-        that are weights; a tied head is not.
-
-        Several of theirs may be parts of one of ours. Raises ValueError if a parameter is missing
-        or unknown.
-        """
-        from titanlite.models.hf_names import HF_HEAD, as_names, compare_names, is_derived
-
-        names: dict[str, str] = {}
-        for ours, theirs in self.hf_names(args).items():
-            names.update((name, ours) for name in as_names(theirs))
-        kept = {*given} - self.left_out(given).keys()
-        known = {name.removeprefix(self.part_prefix) for name in kept if not is_derived(name)}
-        if self.tied(args):
-            known.discard(HF_HEAD)
-        compare_names(names.keys(), known)
-        return names
 
 
 def shown(value: object) -> str:

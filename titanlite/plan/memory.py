@@ -36,8 +36,7 @@ def estimate(run: RunConfig, rank: int | None = None, device: str = "cuda") -> R
         legs = [estimate(run.steady_at(first), rank, device) for first in run.legs]
         return max(legs, key=lambda memory: memory.peak.total)
     args = run.model_args()
-    known_norms = ("rmsnorm", "fused_rmsnorm")
-    if not isinstance(args, LlamaArgs) or args.norm_type not in known_norms:
+    if not isinstance(args, LlamaArgs):
         raise NoFormula(f"there are no formulas for the memory of this model ({run.model.name})")
     units = run.training.fsdp_units
     if units not in ("block", "root"):

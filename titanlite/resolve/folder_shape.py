@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,11 +23,12 @@ from titanlite.config.sections import Checkpoint
 from titanlite.config.toml import quote
 from titanlite.models.args import FROM_FOLDER, missing_fields
 from titanlite.models.families import get_spec
+from titanlite.models.fields import LENGTH
+from titanlite.models.rope_scaling import Scaling
 from titanlite.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.source_model import SourceModel
-    from titanlite.checkpoint.store_paths import AnyPath
 
 _LOAD = "checkpoint.initial_load_path"
 _FLAVOR = "model.flavor"
@@ -39,77 +40,81 @@ _ALLOWED = 'If the difference is meant, and changes no shape: checkpoint.allow_c
 _no_shape = partial(unfit, code="model")
 
 
-@dataclass(frozen=True)
-class FolderShape:
-    """The shape of a folder's model, as entries of `model.overrides`."""
+def read_shape(
+    model: Model, section: Checkpoint, folder: str
+) -> tuple[Mapping[str, Any], str] | None:
+    """Return the shape for `model.flavor = "from_folder"`, as `model.overrides`, and its file.
 
-    overrides: Mapping[str, Any]
-    #: The file that it was read from.
-    file: str
-
-
-def read_shape(model: Model, section: Checkpoint, folder: str) -> FolderShape | None:
-    """Return the shape for `model.flavor = "from_folder"`; None: of another flavor, or one that
-    needs no folder.
-
-    folder: of the run's own checkpoints, whose newest decides, so that a resume does not need the
-    first start's folder. Then `model.hf_config`, then `checkpoint.initial_load_path`. Raises
-    ConfigError, and ShapeError for an unknown name.
+    None: it is another flavor, or one that needs no folder. folder: of the run's own checkpoints,
+    whose newest decides, so that a resume does not need the first start's folder. Then
+    `model.hf_config`, then `checkpoint.initial_load_path`. Raises ConfigError, and ShapeError for
+    an unknown name.
     """
     if model.flavor != FROM_FOLDER or model.name == "hf" or not missing_fields(model):
         return None
-    key, path, there = _source_of(model, section, folder)
+    from titanlite.checkpoint.source_model import from_checkpoint, remedy
+    from titanlite.checkpoint.store_paths import StoreError, to_path
+
+    spec = get_spec(model.name)
+    key, path = _CONFIG, model.hf_config
+    if path is None:
+        key, path = _LOAD, section.initial_load_path
+    there = None
+    try:
+        own = to_path(folder)
+        if isinstance(own, Path) and _holds_steps(own):
+            # A run tells what is wrong there.
+            with contextlib.suppress(CheckpointError):
+                there = from_checkpoint(own, model.name, spec)
+        if there is None and path is not None:
+            there = _model_of(key, path, model.name, spec)
+    except (CheckpointError, StoreError) as error:
+        raise _no_shape(key, f"{quote(path)} gives no shape: {error}") from None
     if there is None and path is None:
         advice = (
             f"name it as {_LOAD} to start from its weights, or as {_CONFIG} to take the shape alone"
         )
         raise _no_shape(_FLAVOR, f"{quote(FROM_FOLDER)} needs a folder", advice)
     if there is None:
-        message = f"{quote(path)} describes no model: it has no config.json"
-        raise _no_shape(key, message)
+        raise _no_shape(key, f"{quote(path)} describes no model: it has no config.json")
     if there.family is not None:
-        from titanlite.checkpoint.source_model import remedy
-
         message = f"is {quote(model.name)}, and {there.file} is of the family {quote(there.family)}"
-        raise _no_shape("model.name", message, remedy(there, get_spec(model.name)))
+        raise _no_shape("model.name", message, remedy(there, spec))
     if there.args is None:
         raise _no_shape(key, f"{there.file}: {there.problem}")
-    return FolderShape(_as_overrides(there.args, model), str(there.file))
+    return _as_overrides(there.args, model), str(there.file)
 
 
-def _source_of(
-    model: Model, section: Checkpoint, folder: str
-) -> tuple[str, str | None, SourceModel | None]:
-    """Return the weights' key, its value and its model, if any. Raises ConfigError."""
-    from titanlite.checkpoint.store_paths import StoreError, to_path
+def _model_of(key: str, path: str, name: str, spec: ModelSpec) -> SourceModel | None:
+    from titanlite.checkpoint.source_model import from_hf, read_json, read_model
+    from titanlite.checkpoint.store_paths import to_path
 
-    spec = get_spec(model.name)
-    key = _LOAD
-    path = section.initial_load_path
-    try:
-        own = _of_own_checkpoint(to_path(folder), model.name, spec)
-        if own is not None:
-            return key, path, own
-        if model.hf_config is not None:
-            key = _CONFIG
-            path = model.hf_config
-            return key, path, _of_config(path, model.name, spec)
-        if path is not None:
-            return key, path, _of_folder(to_path(path), model.name, spec)
-    except (CheckpointError, StoreError) as error:
-        raise _no_shape(key, f"{quote(path)} gives no shape: {error}") from None
-    return key, None, None
+    if key == _CONFIG and not os.path.isdir(path):
+        from titanlite.models.hf import config_file
+
+        try:
+            file = Path(config_file(path))
+        except Exception as error:
+            # huggingface_hub and its HTTP client raise their own classes.
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise CheckpointError(reason) from error
+        return from_hf(file, read_json(file), spec)
+    root = to_path(path)
+    if isinstance(root, Path) and not root.exists():
+        raise CheckpointError("it is not there")
+    return read_model(root, name, spec)
 
 
-def _of_own_checkpoint(root: AnyPath, name: str, spec: ModelSpec) -> SourceModel | None:
-    if not isinstance(root, Path) or not _holds_steps(root):
-        return None
-    from titanlite.checkpoint.source_model import from_checkpoint
-
-    # A run tells what is wrong there.
-    with contextlib.suppress(CheckpointError):
-        return from_checkpoint(root, name, spec)
-    return None
+def _as_overrides(args: Any, model: Model) -> dict[str, Any]:
+    """Return arguments as entries of `model.overrides`; the config's own win."""
+    found = {}
+    for field in fields(args):
+        value = getattr(args, field.name)
+        # vocab_size, norm_type, rope_scaling
+        is_given = getattr(model, field.name, None) is not None
+        if value is not None and field.name != LENGTH and not is_given:
+            found[field.name] = value.as_table() if isinstance(value, Scaling) else value
+    return {**found, **model.overrides}
 
 
 def _holds_steps(root: Path) -> bool:
@@ -118,45 +123,6 @@ def _holds_steps(root: Path) -> bool:
     from titanlite.checkpoint.manifest import steps_in
 
     return bool(steps_in(root))
-
-
-def _of_config(source: str, name: str, spec: ModelSpec) -> SourceModel | None:
-    from titanlite.checkpoint.source_model import from_hf, read_json, read_model
-    from titanlite.models.hf import config_file
-
-    if os.path.isdir(source):
-        return read_model(Path(source), name, spec)
-    try:
-        file = Path(config_file(source))
-    except Exception as error:
-        # huggingface_hub and its HTTP client raise their own classes.
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise CheckpointError(reason) from error
-    return from_hf(file, read_json(file), spec)
-
-
-def _of_folder(path: AnyPath, name: str, spec: ModelSpec) -> SourceModel | None:
-    if isinstance(path, Path) and not path.exists():
-        raise CheckpointError("it is not there")
-    from titanlite.checkpoint.source_model import read_model
-
-    return read_model(path, name, spec)
-
-
-def _as_overrides(args: Any, model: Model) -> dict[str, Any]:
-    """Return arguments as entries of `model.overrides`; the config's own win."""
-    from titanlite.models.fields import LENGTH
-    from titanlite.models.rope_scaling import Scaling
-
-    found = {}
-    for field in fields(args):
-        value = getattr(args, field.name)
-        # vocab_size, norm_type, rope_scaling
-        is_given = getattr(model, field.name, None) is not None
-        if value is None or field.name == LENGTH or is_given:
-            continue
-        found[field.name] = value.as_table() if isinstance(value, Scaling) else value
-    return {**found, **model.overrides}
 
 
 def source_problems(model: Model, section: Checkpoint, args: Any) -> Iterator[Problem]:
@@ -183,7 +149,8 @@ def source_problems(model: Model, section: Checkpoint, args: Any) -> Iterator[Pr
     except (CheckpointError, StoreError):
         # The load tells which file is damaged, and what to do.
         return
-    if there is None or (there.kind == MANIFEST and _has_patterns(section)):
+    excluded = {*section.exclude_from_loading} - ({*GROUPS} - {"model"})
+    if there is None or (there.kind == MANIFEST and (excluded or section.allow_missing)):
         # Tensors that are left out may have other shapes.
         return
     found = differences(there, model.name, args)
@@ -194,10 +161,3 @@ def source_problems(model: Model, section: Checkpoint, args: Any) -> Iterator[Pr
         )
         way = remedy(there, spec)
         yield Problem("model", _LOAD, message, f"{way}. {_ALLOWED}" if way else _ALLOWED)
-
-
-def _has_patterns(section: Checkpoint) -> bool:
-    """Whether the config names weights that are not loaded or may be missing."""
-    parts = set(GROUPS) - {"model"}
-    excluded = [entry for entry in section.exclude_from_loading if entry not in parts]
-    return bool(section.allow_missing or excluded)

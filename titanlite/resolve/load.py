@@ -9,7 +9,7 @@ itself (`titanlite.config.load`), contradictions between keys, files and package
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from msgspec.structs import replace as replace_fields
@@ -99,9 +99,17 @@ def check_alone(
         features = features_of(config.sections).on
         found = broken(config, [*RULES, *(feature.contradictions for feature in features)])
         if texts and not found:
-            found = broken(config, [_unclear_texts])
+            d = config.sections
+            unclear = (
+                Problem("unclear-text", error.key, error.reason, "\n    ".join(error.lines))
+                for error in open_choices(d.training, d.data, d.validation)
+            )
+            found = placed(config, unclear)
         if machine:
-            found += broken(config, [*MACHINE_RULES, _task_packages])
+            found += broken(config, MACHINE_RULES)
+            tasks = features_of(config.sections).tasks
+            if tasks is not None:
+                found += placed(config, tasks.missing_packages(is_installed))
     if found:
         raise ConfigError(found)
 
@@ -141,12 +149,13 @@ def _shaped(config: LoadedConfig) -> LoadedConfig:
         raise ConfigError(_model_problems(config, error)) from None
     if shape is None:
         return config
-    sections = replace_fields(d, model=replace_fields(d.model, overrides=dict(shape.overrides)))
-    source = Source("file", shape.file)
-    sources = {f"model.overrides.{quote_key(name)}": source for name in shape.overrides}
+    overrides, file = shape
+    sections = replace_fields(d, model=replace_fields(d.model, overrides=dict(overrides)))
+    source = Source("file", file)
+    sources = {f"model.overrides.{quote_key(name)}": source for name in overrides}
     note = (
-        f'model.flavor "from_folder": the shape of {shape.file}, in model.overrides of the config '
-        "that is kept"
+        f'model.flavor "from_folder": the shape of {file}, in model.overrides of the config that '
+        "is kept"
     )
     return replace(
         config,
@@ -161,17 +170,6 @@ def unnamed_tokenizer(config: LoadedConfig, run: RunConfig) -> list[Problem]:
     if config.is_given("model.tokenizer_path"):
         return []
     return placed(config, model_rules.tokenizer_problems(run))
-
-
-def _unclear_texts(config: LoadedConfig) -> Iterator[Problem]:
-    d = config.sections
-    for error in open_choices(d.training, d.data, d.validation):
-        yield Problem("unclear-text", error.key, error.reason, "\n    ".join(error.lines))
-
-
-def _task_packages(config: LoadedConfig) -> Iterable[Problem]:
-    tasks = features_of(config.sections).tasks
-    return () if tasks is None else tasks.missing_packages(is_installed)
 
 
 def _problems_of_run(config: LoadedConfig, run: RunConfig) -> list[Problem]:
@@ -196,6 +194,10 @@ def _problems_of_run(config: LoadedConfig, run: RunConfig) -> list[Problem]:
         return placed(config, found) + _model_problems(config, error)
     for model_rule in model_rules.RULES:
         found += model_rule(run, args)
+    if run.checkpoint.initial_load_path is not None:
+        from titanlite.resolve.folder_shape import source_problems
+
+        found += source_problems(run.model, run.checkpoint, args)
     if not found:
         found += model_rules.tensor_problems(run, args)
         moe_layers = moe_layers_of(run.spec, args)

@@ -36,30 +36,28 @@ def tokenizer_problems(run: RunConfig) -> Iterator[Problem]:
         yield Problem("needs", "model.tokenizer_path", message, remedy)
 
 
-def _refused_keys(run: RunConfig, args: Any) -> Iterator[Problem]:
+def _keys(run: RunConfig, args: Any) -> Iterator[Problem]:
+    """Check the keys that this model cannot follow, and that "every Nth block" recomputes some.
+
+    The default of that may recompute none in one block.
+    """
+    ac = run.activation_checkpoint
     keys = {
         "training.loss_chunks": run.training.loss_chunks > 1,
         "data.mask_documents": run.data.mask_documents,
-        "activation_checkpoint.selective_ac_option": run.activation_checkpoint.by_op,
+        "activation_checkpoint.selective_ac_option": ac.by_op,
     }
     for key, is_on in keys.items():
         reason = run.spec.why_not(args, key) if is_on else ""
         if reason:
             yield Problem("model", key, f"is not possible here: {reason}", "leave the key out")
-
-
-def _recomputation(run: RunConfig, args: Any) -> Iterator[Problem]:
-    """Check that "every Nth block" recomputes some. The default may recompute none in one block."""
-    ac = run.activation_checkpoint
     every = ac.selective_ac_option
-    if ac.mode != "selective" or every in ("op", ActivationCheckpoint().selective_ac_option):
-        return
     blocks = len(run.spec.block_names(args))
-    if int(every) <= blocks:
-        return
-    message = f'"{every}" recomputes one block of each {every}, but the model has {blocks}'
-    remedy = 'take a smaller number, or "op", or set activation_checkpoint.mode = "none"'
-    yield Problem("model", "activation_checkpoint.selective_ac_option", message, remedy)
+    is_chosen = every not in ("op", ActivationCheckpoint().selective_ac_option)
+    if ac.mode == "selective" and is_chosen and int(every) > blocks:
+        message = f'"{every}" recomputes one block of each {every}, but the model has {blocks}'
+        remedy = 'take a smaller number, or "op", or set activation_checkpoint.mode = "none"'
+        yield Problem("model", "activation_checkpoint.selective_ac_option", message, remedy)
 
 
 def tensor_problems(run: RunConfig, args: Any) -> Iterator[Problem]:
@@ -103,14 +101,6 @@ def _not_offered(run: RunConfig, args: Any) -> Iterator[Problem]:
         yield Problem("model", key, message, "leave the key out, or add it to the model")
 
 
-def _source(run: RunConfig, args: Any) -> Iterable[Problem]:
-    if run.checkpoint.initial_load_path is None:
-        return ()
-    from titanlite.resolve.folder_shape import source_problems
-
-    return source_problems(run.model, run.checkpoint, args)
-
-
 ModelRule = Callable[[RunConfig, Any], Iterable[Problem]]
 #: Rules of a run and its model's arguments.
-RULES: tuple[ModelRule, ...] = (_not_offered, _recomputation, _refused_keys, _source)
+RULES: tuple[ModelRule, ...] = (_not_offered, _keys)

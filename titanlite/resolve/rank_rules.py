@@ -44,21 +44,17 @@ def mesh_problems(d: Config, run: RunConfig) -> Iterator[Problem]:
         return
     factors = [f"{parallelism(key)} {degree}" for key, degree in fixed.items() if degree != 1]
     equation = " * ".join(factors) or "all degrees 1"
-    relation = "which does not divide" if has_rest else "which is not"
+    rest = "replicate_degree = 1" if d.training.data_parallel_type == "ddp" else "shard_degree = -1"
+    relation = "which is not"
+    others = f"set training.data_parallel_{rest} for the ranks left over"
+    if has_rest:
+        relation = "which does not divide"
+        others = "on a multiple of it"
     shown = f"{equation} = {product}, {relation} the world size {ranks}"
-    remedy = f"run on {counted(product, 'ranks')}, or {_other_ranks(d, has_rest)}"
+    remedy = f"run on {counted(product, 'ranks')}, or {others}"
     divided = [key for key, degree in degrees.items() if degree > 1]
     key = divided[-1] if divided else _SHARD
     yield Problem("ranks", key, f"the degrees do not fit the ranks: {shown}", remedy)
-
-
-def _other_ranks(d: Config, has_rest: bool) -> str:
-    if has_rest:
-        return "on a multiple of it"
-    rest = "shard_degree = -1"
-    if d.training.data_parallel_type == "ddp":
-        rest = "replicate_degree = 1"
-    return f"set training.data_parallel_{rest} for the ranks left over"
 
 
 def _reshard(d: Config, run: RunConfig) -> Iterator[Problem]:
@@ -75,21 +71,19 @@ def _reshard(d: Config, run: RunConfig) -> Iterator[Problem]:
     yield Problem("ranks", _RESHARD, message, remedy)
 
 
-def _early_steps(d: Config, run: RunConfig) -> Iterator[Problem]:
-    """Check that updates in the backward have one micro-batch."""
+def _batches(d: Config, run: RunConfig) -> Iterator[Problem]:
+    """Check that ranks share each global batch in whole micro-batches, and the updates in the
+    backward have one.
+    """
     batch = max(run.legs.values(), key=lambda batch: batch.accumulation)
-    if not run.optimizer.early_step_in_backward or batch.accumulation == 1:
-        return
-    message = f"excludes accumulation, and a step has {batch.accumulation} micro-batches"
-    largest = batch.global_batch_size // batch.accumulation
-    remedy = (
-        f"take more ranks, a larger training.batch_size, or training.global_batch_size = {largest}"
-    )
-    yield Problem("batch", "optimizer.early_step_in_backward", message, remedy)
-
-
-def _global_batches(d: Config, run: RunConfig) -> Iterator[Problem]:
-    """Check that ranks share each global batch in whole micro-batches."""
+    if run.optimizer.early_step_in_backward and batch.accumulation > 1:
+        message = f"excludes accumulation, and a step has {batch.accumulation} micro-batches"
+        largest = batch.global_batch_size // batch.accumulation
+        remedy = (
+            "take more ranks, a larger training.batch_size, or training.global_batch_size = "
+            f"{largest}"
+        )
+        yield Problem("batch", "optimizer.early_step_in_backward", message, remedy)
     size = run.training.batch_size
     at_once = size * run.mesh.dp_degree
     batches = {"training.global_batch_size": run.training.global_batch_size}
@@ -134,8 +128,15 @@ def _phase_lengths(d: Config, run: RunConfig) -> Iterator[Problem]:
         yield Problem("batch", "data.phase", message, remedy)
 
 
-def _schedule_unit(d: Config, run: RunConfig) -> Iterator[Problem]:
-    """Check that a schedule's tokens are not meant as steps."""
+def _schedules(d: Config, run: RunConfig) -> Iterator[Problem]:
+    """Check that tokens of the learning rate's schedule are not meant as steps, and the name of a
+    pipeline's, also without a pipeline.
+    """
+    name = d.experimental.pipeline_parallel_schedule
+    if find_schedule(name) is None:
+        key = "experimental.pipeline_parallel_schedule"
+        remedy = f"there are {', '.join(SCHEDULES)}"
+        yield Problem("unknown-value", key, f"no schedule {quote(name)}", remedy)
     if run.lr_scheduler.unit == "steps":
         return
     lengths = {
@@ -157,22 +158,6 @@ def _schedule_unit(d: Config, run: RunConfig) -> Iterator[Problem]:
             yield Problem("batch", key, message, remedy)
 
 
-def _pipeline_schedule(d: Config, run: RunConfig) -> Iterator[Problem]:
-    """Check the name, also without a pipeline."""
-    name = d.experimental.pipeline_parallel_schedule
-    if find_schedule(name) is None:
-        key = "experimental.pipeline_parallel_schedule"
-        remedy = f"there are {', '.join(SCHEDULES)}"
-        yield Problem("unknown-value", key, f"no schedule {quote(name)}", remedy)
-
-
 RankRule = Callable[[Config, RunConfig], Iterable[Problem]]
 #: Rules of a config whose degrees make its ranks, with its sections as they are written.
-RULES: tuple[RankRule, ...] = (
-    _reshard,
-    _early_steps,
-    _global_batches,
-    _phase_lengths,
-    _schedule_unit,
-    _pipeline_schedule,
-)
+RULES: tuple[RankRule, ...] = (_reshard, _batches, _phase_lengths, _schedules)

@@ -114,9 +114,15 @@ def _mesh(d: Config, world_size: int, notes: list[str]) -> MeshSizes:
         )
         return MeshSizes(world_size)
     degrees = degrees_of(d)
+    fixed = {parallelism(key): degree for key, degree in degrees.items() if degree > 1}
     for key, degree in degrees.items():
         if degree == -1:
-            degrees[key] = _ranks_left(d, key, degrees, world_size, notes)
+            degrees[key] = max(world_size // math.prod(fixed.values()), 1)
+            divisors = "".join(f" / {name} {other}" for name, other in fixed.items())
+            is_ddp = d.training.data_parallel_type == "ddp"
+            why = ' (data_parallel_type = "ddp")' if is_ddp else ""
+            ranks = f"the ranks left over, {counted(world_size, 'ranks')}{divisors}{why}"
+            notes.append(f"{parallelism(key)} = {degrees[key]}: {ranks}")
     replicate, shard, tensor, pipeline, context = degrees.values()
     return MeshSizes(
         world_size=world_size,
@@ -127,18 +133,6 @@ def _mesh(d: Config, world_size: int, notes: list[str]) -> MeshSizes:
         pipeline=pipeline,
         expert=d.parallelism.expert_parallel_degree,
     )
-
-
-def _ranks_left(
-    d: Config, key: str, degrees: dict[str, int], world_size: int, notes: list[str]
-) -> int:
-    fixed = {parallelism(other): degree for other, degree in degrees.items() if degree > 1}
-    left = max(world_size // math.prod(fixed.values()), 1)
-    divisors = "".join(f" / {name} {degree}" for name, degree in fixed.items())
-    why = ' (data_parallel_type = "ddp")' if d.training.data_parallel_type == "ddp" else ""
-    ranks = f"the ranks left over, {counted(world_size, 'ranks')}{divisors}{why}"
-    notes.append(f"{parallelism(key)} = {left}: {ranks}")
-    return left
 
 
 def _batch(d: Config, mesh: MeshSizes, notes: list[str]) -> BatchSizes:

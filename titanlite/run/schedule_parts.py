@@ -45,13 +45,33 @@ def schedule_of(d: Config, steps: int | None, course: Course, told: Told) -> Sch
             f"the schedule is {total} {section.unit} long (lr_scheduler.total_steps), the run "
             f"{length}"
         )
-    lengths = _Lengths(total, section.unit, told)
+
+    def part(
+        name: str, ratio: float | None, given: float | None, limit: float, is_whole: bool
+    ) -> float | None:
+        """Return a part's length, at most `limit`: `ratio` of the schedule, else `given`."""
+        if ratio is not None:
+            given = round(ratio * total) if is_whole else ratio * total
+            told.notes.append(
+                f"{name} = {counted(given, section.unit)}: {name}_ratio {ratio} * {total} "
+                f"{section.unit}"
+            )
+        if given is None or given <= limit:
+            return given
+        before = total - limit
+        rest = f", {before:.10g} of them warm-up" if before > 0 else ""
+        told.warnings.append(
+            f"the {name} of {counted(given, section.unit)} is shortened to {limit:.10g}: the "
+            f"schedule has {total} {section.unit}{rest}"
+        )
+        return limit
+
     # The AWS samples take fractions of steps.
-    whole = section.style != "fsdp"
-    warmup_steps = lengths.of("warmup", section.warmup_ratio, warmup, total, whole) or 0
+    is_whole = section.style != "fsdp"
+    warmup_steps = part("warmup", section.warmup_ratio, warmup, total, is_whole) or 0
     rest = total - warmup_steps
-    decay = lengths.of("decay", section.decay_ratio, section.decay_steps, rest, whole=True)
-    plateau = lengths.of("plateau", section.plateau_ratio, None, rest, whole)
+    decay = part("decay", section.decay_ratio, section.decay_steps, rest, is_whole=True)
+    plateau = part("plateau", section.plateau_ratio, None, rest, is_whole)
     return replace(
         schedule,
         warmup_steps=warmup_steps,
@@ -65,37 +85,3 @@ def run_length(unit: str, steps: int | None, course: Course) -> int | None:
     if steps is None or unit == "steps":
         return steps
     return course.tokens_after(steps)
-
-
-@dataclass
-class _Lengths:
-    """The parts of a schedule of `total` steps or tokens, as `unit` says."""
-
-    total: int
-    unit: str
-    told: Told
-
-    def of(
-        self, name: str, ratio: float | None, given: float | None, limit: float, whole: bool
-    ) -> float | None:
-        """Return a part's length, at most `limit`.
-
-        ratio: of the schedule; None: `given` is it. whole: no fractions of steps.
-        """
-        if ratio is not None:
-            given = ratio * self.total
-            if whole:
-                given = round(given)
-            self.told.notes.append(
-                f"{name} = {counted(given, self.unit)}: {name}_ratio {ratio} * {self.total} "
-                f"{self.unit}"
-            )
-        if given is None or given <= limit:
-            return given
-        warmup = self.total - limit
-        rest = f", {warmup:.10g} of them warm-up" if warmup > 0 else ""
-        self.told.warnings.append(
-            f"the {name} of {counted(given, self.unit)} is shortened to {limit:.10g}: the "
-            f"schedule has {self.total} {self.unit}{rest}"
-        )
-        return limit

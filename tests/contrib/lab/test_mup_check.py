@@ -52,7 +52,6 @@ def slopes(lines: list[Line], mup: bool) -> dict[str, float]:
         # Heads get wider, and not more.
         ("llama3", "AdamW", Mup(64, {"n_heads": 4}), {"n_heads": 4, "tied": True}),
         ("mixtral", "AdamW", Mup(), {}),
-        pytest.param("deepseek_v3", "Muon", Mup(), {}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", "AdamW", Mup(), {}, marks=pytest.mark.slow),
     ],
 )
@@ -71,29 +70,27 @@ def test_changes_do_not_depend_on_the_width_and_do_without(
     assert ("router" in flat) == (family != "llama3")
 
 
-@pytest.mark.parametrize(("family", "grows"), [("olmo2", "target logits"), ("gemma3", "embedding")])
 @pytest.mark.slow
-def test_families_with_norms_behind_attention_are_flat(family: str, grows: str) -> None:
-    narrow = {"head_dim": 16, "query_scalar": 16, "n_heads": 16} if family == "gemma3" else {}
-    lines = lines_of(family, "AdamW", models(family, **narrow))
+def test_a_family_with_norms_behind_attention_is_flat() -> None:
+    narrow = {"head_dim": 16, "query_scalar": 16, "n_heads": 16}
+    lines = lines_of("gemma3", "AdamW", models("gemma3", **narrow))
     assert max(map(abs, slopes(lines, mup=True).values())) < LIMIT
-    assert slopes(lines, mup=False)[grows] > 0.3
+    assert slopes(lines, mup=False)["embedding"] > 0.3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("power", "sign"), [(-0.5, 1), (-1.5, -1)])
-def test_a_wrong_rate_is_found(monkeypatch: pytest.MonkeyPatch, power: float, sign: int) -> None:
+def test_a_wrong_rate_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Rules.factors
 
     def wrong(self: Rules, name: str, muon: bool = False) -> Factors:
         found = right(self, name, muon)
-        return found if found.rate == 1 else found._replace(rate=found.rate**-power)
+        return found if found.rate == 1 else found._replace(rate=found.rate**0.5)
 
     monkeypatch.setattr(Rules, "factors", wrong)
     lines = lines_of("llama3", "AdamW", models("llama3"))
     good, told = verdict(lines)
     assert not good and "FAILED" in told[0]
-    assert sign * slopes(lines, mup=True)["feed-forward"] > LIMIT
+    assert slopes(lines, mup=True)["feed-forward"] > LIMIT
 
 
 def test_slopes_are_those_of_powers() -> None:
@@ -143,8 +140,7 @@ def test_the_command_prints_slopes_and_ends_by_the_verdict(
     rows = [line.split() for line in shown.splitlines() if line.startswith("feed-forward")]
     assert [row[1] for row in rows] == ["yes", "no"]
     assert abs(float(rows[0][4])) < LIMIT < float(rows[1][4])
-    assert main([*CHECK, "--mup.base_dim=128", "--steps=1"]) in (0, 1)
-    assert "from base dim 128: AdamW, rate 0.003, 1 step of 16 tokens" in capsys.readouterr().out
+    assert "from base dim 64: AdamW, rate 0.003, 4 steps of 16 tokens" in shown
     assert not list(tmp_path.iterdir())
 
 

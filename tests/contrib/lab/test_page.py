@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from tests.contrib.lab.test_sweep import HEAD
-from tests.support.processes import ROOT, environment, titanlite
+from tests.support.processes import ROOT, environment
+from titanlite.cli.main import main
 from titanlite.resolve.load import check_config
 
 PAGE = (ROOT / "docs" / "sweep.md").read_text(encoding="utf-8")
@@ -24,13 +25,27 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
+#: In place of `titanlite`: it keeps its words, and writes the rate as the loss of a run.
+STAND_IN = f"""#!{sys.executable}
+import json, sys
+from pathlib import Path
+flags = dict(word[2:].split("=", 1) for word in sys.argv if "=" in word)
+with open("words", "a") as file:
+    print(json.dumps(sys.argv[1:]), file=file)
+folder = Path(flags["job.dump_folder"])
+folder.mkdir(parents=True)
+loss = json.dumps({{"validation_loss": float(flags["optimizer.lr"])}})
+(folder / "metrics.jsonl").write_text(loss)
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with rates.toml and a command `titanlite` in bin/."""
     (tmp_path / "rates.toml").write_text(HEAD + RATES)
     own = tmp_path / "bin" / "titanlite"
     own.parent.mkdir()
-    own.write_text(f'#!/bin/sh\nexec {sys.executable} -m titanlite "$@"\n')
+    own.write_text(STAND_IN)
     own.chmod(0o755)
     return tmp_path
 
@@ -69,11 +84,10 @@ create_study = Study
     )
     (folder / "search.py").write_text(blocks("python")[0])
     done = run(folder, sys.executable, "search.py", PYTHONPATH=f"{folder}:{ROOT}")
-    rows = (folder / "outputs" / "trial-1" / "metrics.jsonl").read_text().splitlines()
-    losses = [json.loads(row).get("validation_loss") for row in rows]
-    assert done.stdout.splitlines()[-1] == f"{{'lr': 0.01}} {[x for x in losses if x][-1]}"
+    assert done.stdout.splitlines()[-1] == "{'lr': 0.0001} 0.0001"
 
 
+@pytest.mark.slow
 def test_an_agent_of_wandb_starts_a_run_of_its_own_folder(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,30 +108,24 @@ def test_an_agent_of_wandb_starts_a_run_of_its_own_folder(
     assert (found.optimizer.lr, found.job.dump_folder) == (0.003, "outputs/abc")
 
 
-def test_a_task_of_the_array_makes_a_folder_that_a_sweep_passes_over(folder: Path) -> None:
-    script = blocks("bash")[0].replace("--nproc-per-node 8", "--nproc-per-node 1")
-    for task in ("2", "4"):
-        run(folder, "bash", "-euc", script, SLURM_ARRAY_TASK_ID=task)
-    words = ["rates.toml", "--folder", "outputs/rates-sweep"]
-    assert (
-        "outputs/rates-sweep/lr=0.001\n"
-        in run(folder, "titanlite", "sweep", *words, "--dry-run").stdout
-    )
-    (folder / "rates.toml").write_text(HEAD + '"optimizer.lr" = [0.001, 0.01]\n')
-    done = titanlite("sweep", *words, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("is done already") == 2
-    assert "starts" not in done.stderr
-    assert done.stdout.splitlines()[1].split()[0] == "0.01"
+def test_a_task_of_the_array_trains_in_a_folder_of_a_sweep(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    run(folder, "bash", "-euc", blocks("bash")[0], SLURM_ARRAY_TASK_ID="2")
+    assert main(["sweep", "rates.toml", "--folder", "outputs/rates-sweep", "--dry-run"]) == 0
+    (made,) = (folder / "outputs" / "rates-sweep").iterdir()
+    assert f"{made.relative_to(folder)}\n" in capsys.readouterr().out
 
 
-def test_the_loop_writes_a_job_for_each_rate(folder: Path) -> None:
-    config = (folder / "rates.toml").read_text()
-    launch = "[launch]\nnodes = 2\ngpus_per_node = 1\ncpu = true\n"
-    (folder / "rates.toml").write_text(f"{launch}{config}")
-    loop = blocks("bash")[1].replace("--submit", "").replace("in 0.0001 0.0003 0.001", "in 0.001")
-    run(folder, "bash", "-euc", loop)
-    for rate in ("0.001", "0.003", "0.01"):
-        own = folder / "outputs" / "rates-sweep" / f"lr={rate}" / "launch"
-        assert "#SBATCH --nodes=2" in (own / "job.sbatch").read_text()
-        assert f"lr = {rate}" in (own / "config.toml").read_text()
+def test_the_loop_writes_a_job_for_each_rate(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    run(folder, "bash", "-euc", blocks("bash")[1])
+    words = [json.loads(line) for line in (folder / "words").read_text().splitlines()]
+    assert len(words) == 5
+    last = [word for word in words[-1] if word != "--submit"]
+    more = ["--launch.nodes=2", "--launch.gpus_per_node=1", "--launch.cpu", "--dry-run"]
+    assert main([*last, *more]) == 0
+    assert "#SBATCH --nodes=2" in capsys.readouterr().out

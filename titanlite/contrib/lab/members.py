@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite import exit_codes, torchrun
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import ConfigError, Problem, refuse
 from titanlite.config.loaded import LoadedConfig
 from titanlite.contrib.processes import (
     Stopped,
@@ -29,6 +29,7 @@ from titanlite.metrics.trackers import RUN_IDS
 from titanlite.run.config import RunConfig
 from titanlite.runs import provenance
 from titanlite.runs.attempts import read_attempts
+from titanlite.runs.config_changes import config_changes, config_values
 from titanlite.runs.lock import RunLock
 from titanlite.runs.read import Run, RunError, read_run
 from titanlite.runs.record import CONFIG
@@ -94,8 +95,7 @@ def check_members(
         own = folder / member.name
         try:
             config, run = check_config(member.arguments(config_args, folder), nproc)
-            if problems := [*_shared(run, own), *_changes(config, run, own)]:
-                raise ConfigError(problems)
+            refuse([*_shared(run, own), *_changes(config, run, own)])
         except ConfigError as error:
             raise MemberError(f"{member.name} cannot start; nothing was started\n{error}") from None
         runs.append(run)
@@ -124,8 +124,8 @@ def _changes(config: LoadedConfig, run: RunConfig, own: Path) -> list[Problem]:
     except FileNotFoundError:
         return []
     # An older titanlite did not have all keys.
-    known = provenance.config_values(old)
-    found = provenance.config_changes(old, provenance.public_config(config.to_toml()))
+    known = config_values(old)
+    found = config_changes(old, provenance.public_config(config.to_toml()))
     told = {
         key: change
         for key, change in found.items()

@@ -41,8 +41,15 @@ class MlflowTracker(Tracker):
 
     def _begin(self, client: Any) -> str:
         from mlflow.entities import Param
+        from mlflow.exceptions import MlflowException
 
-        experiment = os.environ.get("MLFLOW_EXPERIMENT_ID") or self._experiment(client)
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_ID")
+        if not experiment:
+            project = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+            # It may be there; what else is wrong, the next line tells.
+            with suppress(MlflowException):
+                client.create_experiment(project)
+            experiment = client.get_experiment_by_name(project).experiment_id
         tags = {"mlflow.note.content": self.run.description}
         name = os.environ.get("MLFLOW_RUN_NAME", self.run.name)
         run_id: str = client.create_run(experiment, run_name=name, tags=tags).info.run_id
@@ -51,17 +58,6 @@ class MlflowTracker(Tracker):
         for start in range(0, len(params), _BATCH):
             client.log_batch(run_id, params=params[start : start + _BATCH])
         return run_id
-
-    def _experiment(self, client: Any) -> str:
-        from mlflow.exceptions import MlflowException
-
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        if client.get_experiment_by_name(name) is None:
-            # Another run may make it at this moment; what else is wrong, the next line tells.
-            with suppress(MlflowException):
-                client.create_experiment(name)
-        experiment: str = client.get_experiment_by_name(name).experiment_id
-        return experiment
 
 
 def metric_name(tag: str) -> str:

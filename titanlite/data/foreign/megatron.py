@@ -55,15 +55,23 @@ def megatron_part(name: Path) -> Part:
     """
     file, index_file = pair_of(name)
     index = _read_index(index_file)
+    lengths, positions, documents = index.lengths, index.positions, index.documents
     end = file.stat().st_size
-    if not _lie_end_to_end(index, end):
-        raise DataError(f"{index_file}: the sequences do not lie end to end in {file.name}")
-    if not _has_order(index):
+    item = index.dtype.itemsize
+    count = len(lengths)
+    if count:
+        some = np.unique(np.linspace(0, count - 1, _PIECES).astype(np.int64))
+        following = positions[np.minimum(some + 1, count - 1)]
+        after = np.where(some < count - 1, following, end)
+        found = positions[some] + lengths[some] * np.int64(item)
+        if positions[0] != 0 or (found != after).any():
+            raise DataError(f"{index_file}: the sequences do not lie end to end in {file.name}")
+    bounds = np.concatenate([[0], documents, [count]])
+    if (np.diff(bounds) < 0).any():
         raise DataError(
             f"{index_file} is damaged: its documents are not in the order of its "
-            f"{len(index.lengths):,} sequences"
+            f"{count:,} sequences"
         )
-    item = index.dtype.itemsize
     return _MegatronPart(file, index.dtype, end // item, index=index)
 
 
@@ -93,25 +101,3 @@ def _read_index(file: Path) -> _Index:
         positions=map_array(file, "<i8", count, begin + 4 * count),
         documents=map_array(file, "<i8", bounds, begin + 12 * count),
     )
-
-
-def _lie_end_to_end(index: _Index, end: int) -> bool:
-    """Whether sampled sequences begin where the one before ends; `end` is in bytes."""
-    lengths, positions = index.lengths, index.positions
-    count = len(lengths)
-    if not count:
-        return True
-    some = np.unique(np.linspace(0, count - 1, _PIECES).astype(np.int64))
-    following = positions[np.minimum(some + 1, count - 1)]
-    after = np.where(some < count - 1, following, end)
-    found = positions[some] + lengths[some] * np.int64(index.dtype.itemsize)
-    return bool(positions[0] == 0 and (found == after).all())
-
-
-def _has_order(index: _Index) -> bool:
-    documents = index.documents
-    if not len(documents):
-        return True
-    if (np.diff(documents) < 0).any():
-        return False
-    return bool(documents[0] >= 0 and documents[-1] <= len(index.lengths))

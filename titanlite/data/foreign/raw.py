@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -250,21 +250,20 @@ class ForeignPart(Part):
     cut: Cut = Cut(0, leads=False)
 
     def find_offsets(self) -> NDArray[np.int64]:
-        if not self.size:
-            return np.zeros(1, np.int64)
-        return np.concatenate([[0], *self._inner(), [self.size]])
-
-    def begins_in(self, begin: int, end: int) -> NDArray[np.int64]:
-        return np.concatenate([[begin], self.cut.inner(self.tokens, begin, end)])
-
-    def _inner(self) -> Iterator[NDArray[np.int64]]:
+        begins = [np.zeros(1, np.int64)]
         began = reported = time.monotonic()
         for begin in range(0, self.size, _TOKENS):
             # The first token of each group is looked at with the group before.
             end = min(begin + _TOKENS + 1, self.size)
-            yield self.cut.inner(self.tokens, begin, end)
+            begins.append(self.cut.inner(self.tokens, begin, end))
             now = time.monotonic()
             if now - reported > _REPORT_SECONDS:
                 reported = now
                 share = progress_text(end, self.size, now - began)
                 logger.info(f"looking for documents in {self.file}: {share}")
+        if self.size:
+            begins.append(np.array([self.size]))
+        return np.concatenate(begins)
+
+    def begins_in(self, begin: int, end: int) -> NDArray[np.int64]:
+        return np.concatenate([[begin], self.cut.inner(self.tokens, begin, end)])

@@ -191,11 +191,8 @@ class MixedRows(Rows):
                 f"data.source: the checkpoint's mixture has {', '.join(gone)}. Keep it, and give "
                 "it no share from here on by a [[data.phase]] that does not name it"
             )
-        self._continue(state, position)
-
-    def _continue(self, state: dict[str, Any], position: int) -> None:
-        phases, saved = read_state(state, self.names)
-        past = {start: weights for start, weights in phases.items() if start <= position}
+        were, saved = read_state(state, self.names)
+        past = {start: weights for start, weights in were.items() if start <= position}
         until_now = [weights for start, weights in self._planned.items() if start <= position]
         ahead = {start: weights for start, weights in self._planned.items() if start > position}
         now = until_now[-1]

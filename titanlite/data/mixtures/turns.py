@@ -121,7 +121,15 @@ class _Schedule:
     def __init__(self, weights: Weights, names: Sequence[str]) -> None:
         with_share = [source for source, weight in enumerate(weights) if weight]
         served = np.array(sorted(with_share, key=lambda source: names[source]))
-        count = _turns_of(np.array(weights)[served] / sum(weights))
+        shares = np.array(weights)[served] / sum(weights)
+        # Each source has at least one turn, and the largest remainders have the rest.
+        count = np.maximum(np.floor(shares * _SCHEDULE).astype(np.int64), 1)
+        while count.sum() != _SCHEDULE:
+            behind = shares * _SCHEDULE - count
+            if count.sum() < _SCHEDULE:
+                count[np.argmax(behind)] += 1
+            else:
+                count[np.argmin(behind)] -= 1
         # Each turn goes to the source that is furthest behind its share.
         given = np.zeros_like(count)
         self._turns = np.empty(_SCHEDULE, dtype=np.int64)
@@ -139,18 +147,6 @@ class _Schedule:
         """Return turns of each source before each of these: [turns, sources]."""
         rounds, rest = np.divmod(turns, _SCHEDULE)
         return rounds[:, None] * self._before[-1] + self._before[rest]
-
-
-def _turns_of(shares: NDArray[np.float64]) -> Counts:
-    """Return each source's turns in a schedule: at least one, the rest by largest remainders."""
-    count = np.maximum(np.floor(shares * _SCHEDULE).astype(np.int64), 1)
-    while count.sum() != _SCHEDULE:
-        behind = shares * _SCHEDULE - count
-        if count.sum() < _SCHEDULE:
-            count[np.argmax(behind)] += 1
-        else:
-            count[np.argmin(behind)] -= 1
-    return count
 
 
 @lru_cache(maxsize=64)

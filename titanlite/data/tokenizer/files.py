@@ -39,7 +39,18 @@ def hf_files(path: str) -> dict[str, bytes]:
         file = find_file(Path(path))
         beside = [file.parent / name for name in FILES]
         found = {one.name: one.read_bytes() for one in beside if one.is_file()}
-        found = _completed(found, file, path)
+        content = file.read_bytes()
+        tokenizer = load_local(path)
+        kind = kind_of(content, file)
+        found[GENERATION] = _generation(found.get(GENERATION), tokenizer)
+        if importlib.util.find_spec("transformers") is not None:
+            return equal_files(found, content, kind, tokenizer)
+        found.setdefault(kind if kind.endswith(".json") else "tokenizer.model", content)
+        found = with_class(found, tokenizer)
+        logger.warning(
+            f"{file} is copied as it is: a comparison of its ids needs the package transformers: "
+            f"{pip_install('transformers')}"
+        )
     except Exception as error:
         # An error of any package: the weights are worth more than these files.
         logger.warning(
@@ -57,20 +68,3 @@ def _generation(content: bytes | None, tokenizer: Tokenizer) -> bytes:
     ends = [one for one in dict.fromkeys([*listed, *tokenizer.stop_ids]) if one is not None]
     config["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     return (json.dumps(config, indent=2) + "\n").encode()
-
-
-def _completed(found: dict[str, bytes], file: Path, path: str) -> dict[str, bytes]:
-    content = file.read_bytes()
-    tokenizer = load_local(path)
-    kind = kind_of(content, file)
-    found[GENERATION] = _generation(found.get(GENERATION), tokenizer)
-    if importlib.util.find_spec("transformers") is not None:
-        return equal_files(found, content, kind, tokenizer)
-    name = kind if kind.endswith(".json") else "tokenizer.model"
-    found.setdefault(name, content)
-    found = with_class(found, tokenizer)
-    logger.warning(
-        f"{file} is copied as it is: a comparison of its ids needs the package transformers: "
-        f"{pip_install('transformers')}"
-    )
-    return found

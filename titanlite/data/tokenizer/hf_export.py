@@ -114,8 +114,12 @@ def equal_files(
     `found` lies beside the tokenizer's own file of this content and kind.
     """
     named = with_class(found, tokenizer)
-    if (TOKENIZER in found or CONFIG in found) and not _differing(named, tokenizer):
-        return named
+    if TOKENIZER in found or CONFIG in found:
+        with tempfile.TemporaryDirectory(prefix="titanlite-tokenizer-") as folder:
+            for name, one in named.items():
+                Path(folder, name).write_bytes(one)
+            if not differing_ids(Path(folder), tokenizer):
+                return named
     made = {name: found[name] for name in _BESIDE if name in found}
     made[TOKENIZER] = as_tokenizer_json(content, kind, tokenizer)
     kept = {name: value for name, value in _json(found.get(CONFIG, b"{}")).items() if name in _KEPT}
@@ -135,13 +139,6 @@ def with_class(found: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, by
     if TOKENIZER not in found or "tokenizer_class" in config:
         return dict(found)
     return {**found, CONFIG: _config(config, tokenizer)}
-
-
-def _differing(files: Mapping[str, bytes], tokenizer: Tokenizer) -> list[str]:
-    with tempfile.TemporaryDirectory(prefix="titanlite-tokenizer-") as folder:
-        for name, content in files.items():
-            Path(folder, name).write_bytes(content)
-        return differing_ids(Path(folder), tokenizer)
 
 
 def _json(content: bytes) -> dict[str, Any]:

@@ -64,18 +64,6 @@ def problems(run: RunConfig, args: Any) -> Iterator[Problem]:
         yield Problem(
             "conflict", KEY, message, "take heads of one width, or model.overrides.unit_qk = false"
         )
-    if args.norm_type != "np_layernorm":
-        return
-    if args.tied and args.dim != base.dim:
-        message = "scales the logits of a tied head by its norm, and np_layernorm has no weight"
-        yield Problem(
-            "conflict", KEY, message, "set model.overrides.tied = false, or another norm_type"
-        )
-    if args.n_layers != base.n_layers and args.norm_placement != "before":
-        message = "scales what a block adds by its norms, and np_layernorm has no weight"
-        yield Problem(
-            "conflict", f"{TABLE}.n_layers", message, "leave it out, or take another norm_type"
-        )
 
 
 def _decayed_offsets(run: RunConfig, rules: Rules) -> Iterator[Problem]:

@@ -140,8 +140,7 @@ class Rules:
                 is_stack = kind.startswith("feed_forward.experts.")
                 is_whole = is_stack or kind.endswith(".bias")
                 found.append(f"{name}.{kind}" if is_whole else f"{name}.{kind}.weight")
-        if self.args.norm_type != "np_layernorm":
-            found.append(f"{_LAST_NORM}.weight")
+        found.append(f"{_LAST_NORM}.weight")
         if not self.args.tied:
             found.append(f"{_HEAD}.weight")
         return found

@@ -40,7 +40,7 @@ class ExpertArgs(LlamaArgs):
         super().__post_init__()
         if self.n_experts == self.top_k == 0:
             return
-        wrong = self._problems_of_choice() + self._problems_of_groups()
+        wrong = self._problems_of_choice()
         if self.n_dense_layers >= self.n_layers:
             wrong.append(
                 f"n_dense_layers must be below n_layers = {self.n_layers}, got "
@@ -71,28 +71,19 @@ class ExpertArgs(LlamaArgs):
             )
         if self.n_experts > MOST_EXPERTS:
             wrong.append(f"n_experts must be at most {MOST_EXPERTS}, got {self.n_experts}")
-        return wrong
-
-    def _problems_of_groups(self) -> list[str]:
-        if self.n_groups == self.top_groups == 1:
-            return []
-        if self.n_experts % self.n_groups:
-            return [f"n_groups = {self.n_groups} does not divide n_experts = {self.n_experts}"]
-        each = self.n_experts // self.n_groups
-        wrong = []
-        if self.n_groups > 1 and self.group_best > each:
-            wrong.append(
-                f"group_best must be at most {each}, the experts of each of n_groups = "
-                f"{self.n_groups}, got {self.group_best}"
-            )
-        if self.top_groups > self.n_groups:
+        each, rest = divmod(self.n_experts, self.n_groups)
+        if rest:
+            wrong.append(f"n_groups = {self.n_groups} does not divide n_experts = {self.n_experts}")
+        elif self.n_groups > 1 and self.group_best > each:
+            wrong.append(f"group_best must be at most {each}, the experts of a group")
+        elif self.top_groups > self.n_groups:
             wrong.append(
                 f"top_groups must be at most n_groups = {self.n_groups}, got {self.top_groups}"
             )
-        elif self.top_k > self.top_groups * each:
+        elif self.n_groups > 1 and self.top_k > self.top_groups * each:
             wrong.append(
-                f"top_k = {self.top_k} is more than the {self.top_groups * each} experts of "
-                f"top_groups = {self.top_groups}, with n_groups = {self.n_groups}"
+                f"top_k must be at most {self.top_groups * each}, the experts of top_groups = "
+                f"{self.top_groups}"
             )
         return wrong
 

@@ -50,7 +50,14 @@ class Routing:
             experts = self._best(logits, scores, bias)
             values = logits if self.args.score == "softmax_of_chosen" else scores
             weights = values.gather(1, experts)
-        return Choice(self._weighted(weights), experts, scores)
+        if self.args.score == "softmax_of_chosen":
+            weights = weights.softmax(-1)
+        elif self.args.norm_topk:
+            total = weights.sum(-1, keepdim=True)
+            weights = weights / (total + _TINY if self.args.score == "sigmoid" else total)
+        if self.args.route_scale != 1.0:
+            weights = weights * self.args.route_scale
+        return Choice(weights, experts, scores)
 
     @torch.no_grad()
     def _best(self, logits: Tensor, scores: Tensor, bias: Tensor | None) -> Tensor:
@@ -60,28 +67,14 @@ class Routing:
         if bias is not None:
             ranking = scores + bias
         if self.args.n_groups > 1:
-            ranking = self._within_groups(ranking)
+            # A group is as good as its best `group_best` experts together: one (DeepSeek-V2) or
+            # two (DeepSeek-V3).
+            groups = ranking.unflatten(1, (self.args.n_groups, -1))
+            worth = groups.topk(self.args.group_best, -1).values.sum(-1)
+            best = worth.topk(self.args.top_groups, -1).indices
+            is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
+            ranking = groups.masked_fill(is_out[..., None], -torch.inf).flatten(1)
         return ranking.topk(self.args.top_k, -1).indices
-
-    def _within_groups(self, ranking: Tensor) -> Tensor:
-        """Leave out the experts of all but the best `top_groups` groups.
-
-        A group is as good as its best `group_best` experts together: one (DeepSeek-V2) or two
-        (DeepSeek-V3).
-        """
-        groups = ranking.unflatten(1, (self.args.n_groups, -1))
-        worth = groups.topk(self.args.group_best, -1).values.sum(-1)
-        best = worth.topk(self.args.top_groups, -1).indices
-        is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
-        return groups.masked_fill(is_out[..., None], -torch.inf).flatten(1)
-
-    def _weighted(self, weights: Tensor) -> Tensor:
-        if self.args.score == "softmax_of_chosen":
-            weights = weights.softmax(-1)
-        elif self.args.norm_topk:
-            total = weights.sum(-1, keepdim=True)
-            weights = weights / (total + _TINY if self.args.score == "sigmoid" else total)
-        return weights if self.args.route_scale == 1.0 else weights * self.args.route_scale
 
 
 def router_losses(logits: Tensor, scores: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

@@ -47,9 +47,9 @@ def _why_not(args: HFArgs, key: str) -> str:
 
         return why_no_chunks(args)
     if key == "data.mask_documents":
-        from titanlite.models.hf.documents import way_of
+        from titanlite.models.hf.documents import why_no_documents
 
-        return way_of(args)[1]
+        return why_no_documents(args)
     if key == "activation_checkpoint.selective_ac_option" and args.skeleton.moe_layers:
         return "experts of transformers change results in place that it would save; take a number"
     return ""

@@ -82,7 +82,7 @@ def _logits_class(cls: Any) -> Any:
 
 
 def _logits(model: Any, tokens: Tensor, doc_ids: Tensor | None) -> Tensor:
-    context: contextlib.AbstractContextManager[dict[str, Tensor]] = _unpacked()
+    context: contextlib.AbstractContextManager[dict[str, Tensor]] = unpacked()
     if doc_ids is not None:
         context = model.extras.packed(model, doc_ids)
     with context as more:
@@ -91,7 +91,7 @@ def _logits(model: Any, tokens: Tensor, doc_ids: Tensor | None) -> Tensor:
 
 
 @contextlib.contextmanager
-def _unpacked() -> Iterator[dict[str, Tensor]]:
+def unpacked() -> Iterator[dict[str, Tensor]]:
     """Let each row be one sequence, else `transformers` asks the device and waits."""
     from transformers import masking_utils as masks
 

@@ -81,14 +81,6 @@ def config_file(source: str) -> str:
     if not os.path.exists(path) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         from huggingface_hub import hf_hub_download
 
-        from titanlite.data.connectivity import contact_problem
-
-        problem = contact_problem("hf://")
-        try:
-            # What an earlier download has left serves without a network.
-            path = hf_hub_download(source, "config.json", local_files_only=problem is not None)
-        except FileNotFoundError as error:
-            if problem is None:
-                raise
-            raise FileNotFoundError(problem) from error
+        # Without a network it takes what an earlier download has left.
+        path = hf_hub_download(source, "config.json")
     return path

@@ -36,24 +36,19 @@ def linears(args: HFArgs) -> dict[str, Size]:
     """
     from torch import nn
 
+    known = args.skeleton
+    routers = set()
+    for name, layer in known.moe_layers.items():
+        block = name.rpartition(".")[0]
+        for leaf, module in known.model.get_submodule(block).named_children():
+            if getattr(module, "out_features", 0) == layer.experts:
+                routers.add(f"{block}.{leaf}")
     found = {}
-    routers = _routers(args)
-    for name, module in args.skeleton.model.named_modules():
+    for name, module in known.model.named_modules():
         if type(module) is nn.Linear and name not in routers:
             found[name] = Size(module.in_features, module.out_features)
-    if args.skeleton.head != HEAD:
-        found.pop(args.skeleton.head, None)
-    return found
-
-
-def _routers(args: HFArgs) -> set[str]:
-    """Return the linears with an output for each expert."""
-    found = set()
-    for name, layer in args.skeleton.moe_layers.items():
-        block = name.rpartition(".")[0]
-        for leaf, module in args.skeleton.model.get_submodule(block).named_children():
-            if getattr(module, "out_features", 0) == layer.experts:
-                found.add(f"{block}.{leaf}")
+    if known.head != HEAD:
+        found.pop(known.head, None)
     return found
 
 

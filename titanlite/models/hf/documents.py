@@ -1,8 +1,7 @@
 """Attention of models of `transformers` within documents of packed sequences.
 
-Positions begin anew with each document. Where a model's attention is exchangeable, it is that of
-variable lengths (`titanlite.models.document_attention`). Elsewhere `transformers` makes masks of
-the positions, [batch, 1, seq, seq].
+Positions begin anew with each document, and the model's attention is replaced by that of variable
+lengths (`titanlite.models.document_attention`).
 """
 
 from __future__ import annotations
@@ -19,17 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.models.attention import document_begins, document_positions
+from titanlite.models.attention import document_positions
 from titanlite.models.document_attention import DocumentMask, document_mask
-from titanlite.models.hf.causal import causal_model
+from titanlite.models.hf.causal import causal_model, unpacked
 
 if TYPE_CHECKING:
     from titanlite.models.hf.args import HFArgs
     from titanlite.models.hf.skeleton import Skeleton
 
-#: How a model's attention stops at documents.
-VARLEN = "varlen"
-MASKS = "masks"
 #: Name of titanlite's attention among those of `transformers`.
 NAME = "titanlite"
 
@@ -47,32 +43,29 @@ _documents: ContextVar[DocumentMask | None] = ContextVar("documents", default=No
 
 
 class NoDocuments(ValueError):
-    """A model cannot stop attention at documents in one of the ways."""
+    """A model cannot stop attention at documents."""
 
 
 def _make_mask(*args: Any, **given: Any) -> Any:
-    """Make a mask as `AttentionMaskInterface` asks."""
-    from transformers.masking_utils import sdpa_mask
+    """Make a mask as `AttentionMaskInterface` asks, of a causal mask or a window."""
+    from transformers.masking_utils import (
+        causal_mask_function,
+        sdpa_mask,
+        sliding_window_overlay,
+    )
 
     documents = _documents.get()
     if documents is None:
         return sdpa_mask(*args, **given)
-    return Mask(documents, _window_of(given["mask_function"]))
-
-
-def _window_of(seen: Callable[..., Any]) -> int | None:
-    """Return a mask function's window. Raises NoDocuments for other kinds of attention."""
-    from transformers.masking_utils import causal_mask_function, sliding_window_overlay
-
+    seen = given["mask_function"]
     if seen is causal_mask_function:
-        return None
+        return Mask(documents, None)
     parts = inspect.getclosurevars(seen).nonlocals.get("mask_functions", ())
     overlay = sliding_window_overlay(1).__qualname__
     others = [part for part in parts if part is not causal_mask_function]
     if len(parts) != 2 or len(others) != 1 or others[0].__qualname__ != overlay:
         raise NoDocuments("its masks are not those of causal attention or of a window")
-    window: int = inspect.getclosurevars(others[0]).nonlocals["sliding_window"]
-    return window
+    return Mask(documents, inspect.getclosurevars(others[0]).nonlocals["sliding_window"])
 
 
 #: Arguments of attention that change nothing here.
@@ -127,37 +120,14 @@ def exchange(model: Any) -> None:
     model.config._attn_implementation = NAME
 
 
-class _Packed:
-    """Tells `transformers` the documents, [batch, seq] int; its own function waits."""
-
-    def __init__(self, number: Tensor | None) -> None:
-        self.number = number
-        #: Whether a mask was made of it.
-        self.asked = False
-
-    def __call__(self, position_ids: Tensor) -> Tensor | None:
-        self.asked = True
-        return self.number
-
-
 @contextlib.contextmanager
-def within(doc_ids: Tensor, way: str) -> Iterator[dict[str, Tensor]]:
-    """Let `transformers` make masks of documents; yield the call's arguments.
-
-    doc_ids: [batch, seq] int. way: VARLEN after `exchange`, or MASKS.
-    """
-    from transformers import masking_utils as masks
-
-    packed = _Packed(None if way == VARLEN else document_begins(doc_ids).cumsum(1))
-    token = _documents.set(document_mask(doc_ids) if way == VARLEN else None)
-    plain = masks.find_packed_sequence_indices
-    masks.find_packed_sequence_indices = packed
+def _within(doc_ids: Tensor) -> Iterator[dict[str, Tensor]]:
+    """Let `_make_mask` know the documents, [batch, seq] int; yield the call's arguments."""
+    token = _documents.set(document_mask(doc_ids))
     try:
-        yield {"position_ids": document_positions(doc_ids)}
-        if way == MASKS and not packed.asked:
-            raise NoDocuments("its masks do not follow its position_ids")
+        with unpacked():
+            yield {"position_ids": document_positions(doc_ids)}
     finally:
-        masks.find_packed_sequence_indices = plain
         _documents.reset(token)
 
 
@@ -166,36 +136,33 @@ def packed(args: HFArgs, model: Any, doc_ids: Tensor) -> AbstractContextManager[
 
     doc_ids: [batch, seq] int. Raises ValueError if it cannot.
     """
-    way, reason = way_of(args)
-    if not way:
+    reason = why_no_documents(args)
+    if reason:
         raise ValueError(f"attention cannot stop at documents: {reason}")
-    if way == VARLEN and model.config._attn_implementation != NAME:
+    if model.config._attn_implementation != NAME:
         exchange(model)
-    return within(doc_ids, way)
+    return _within(doc_ids)
 
 
-# Which way a model can go
+# Which models can
 
 
 @functools.lru_cache(maxsize=8)
-def way_of(args: HFArgs) -> tuple[str, str]:
-    """Return how attention stops at documents, or "" and why it cannot."""
+def why_no_documents(args: HFArgs) -> str:
+    """Return why attention cannot stop at documents; "": it can."""
     known = args.skeleton
-    reason = _excluded(known)
-    if reason:
-        return "", reason
-    for way in (VARLEN, MASKS):
-        reason = _tried(known, way)
-        if not reason:
-            return way, ""
-    return "", reason
+    return _excluded(known) or _tried(known)
 
 
 def _excluded(known: Skeleton) -> str:
     """Return what else carries state between documents."""
     model = known.model
     name = type(model).__name__
-    if not any(_takes_positions(part) for part in (model, model.base_model)):
+    takes_positions = False
+    for part in (model, model.base_model):
+        forward = getattr(type(part), "plain_forward", type(part).forward)
+        takes_positions |= "position_ids" in inspect.signature(forward).parameters
+    if not takes_positions:
         return f"the forward of {name} takes no position_ids"
     if getattr(model, "_is_stateful", False):
         return f"layers of {name} carry a state from token to token"
@@ -211,44 +178,30 @@ def _excluded(known: Skeleton) -> str:
     return ""
 
 
-def _takes_positions(model: Any) -> bool:
-    forward = getattr(type(model), "plain_forward", type(model).forward)
-    return "position_ids" in inspect.signature(forward).parameters
-
-
-def _tried(known: Skeleton, way: str) -> str:
+def _tried(known: Skeleton) -> str:
     """Run the model on the meta device; return why a block gets no mask."""
     with torch.device("meta"):
         model = causal_model(known.config)
-    if way == VARLEN:
-        if model.config._attn_implementation != "sdpa":
-            return "its attention is its own"
-        exchange(model)
+    name = type(model).__name__
+    if model.config._attn_implementation != "sdpa":
+        return f"the attention of {name} is its own"
+    exchange(model)
     model.train()
-    without: list[str] = []
-    seq = 6
+    without = dict.fromkeys(known.blocks)
 
-    def look(name: str) -> Callable[..., None]:
+    def look(block: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if not any(_is_mask(item, seq) for item in [*args, *kwargs.values()]):
-                without.append(name)
+            if any(isinstance(item, Mask) for item in [*args, *kwargs.values()]):
+                del without[block]
 
         return hook
 
-    for name in known.blocks:
-        model.get_submodule(name).register_forward_pre_hook(look(name), with_kwargs=True)
-    tokens = torch.zeros((1, seq), dtype=torch.int64, device="meta")
+    for block in known.blocks:
+        model.get_submodule(block).register_forward_pre_hook(look(block), with_kwargs=True)
+    tokens = torch.zeros((1, 6), dtype=torch.int64, device="meta")
     try:
-        with torch.no_grad(), within(tokens, way) as given:
+        with torch.no_grad(), _within(tokens) as given:
             model.plain_forward(input_ids=tokens, use_cache=False, **given)
     except Exception as error:  # code of `transformers` raises any class
-        return f"{type(model).__name__}: {str(error).partition(chr(10))[0]}"
-    if without:
-        return f"{without[0]} of {type(model).__name__} takes no mask"
-    return ""
-
-
-def _is_mask(item: Any, seq: int) -> bool:
-    if isinstance(item, Tensor):
-        return item.ndim == 4 and item.shape[-2:] == (seq, seq)
-    return isinstance(item, Mask)
+        return f"{name}: {str(error).partition(chr(10))[0]}"
+    return f"{next(iter(without))} of {name} takes no mask" if without else ""

@@ -41,7 +41,16 @@ def moe_layers_of(model: Any) -> dict[str, MoELayer]:
     Raises ShapeError for experts of other forms.
     """
     stacks = stacks_of(model)
-    _check_others(model, stacks)
+    kind = type(model).__name__
+    for name, _ in model.named_parameters():
+        path, is_expert, _ = f".{name}".partition(".experts.")
+        experts = f"{path}.experts".removeprefix(".")
+        if is_expert and experts not in stacks:
+            raise refused(
+                f"{experts} of {kind} do not go through the interface of transformers for experts "
+                "(use_experts_implementation), and cannot be trained here",
+                field="name",
+            )
     if not stacks:
         return {}
     if getattr(model.config, "output_router_logits", False):
@@ -50,23 +59,16 @@ def moe_layers_of(model: Any) -> dict[str, MoELayer]:
     chosen = _choices(model, stacks)
     found = {}
     for name, module in stacks.items():
-        if name not in chosen:
-            raise refused(f"{name} of {type(model).__name__} never runs")
-        found[name] = _moe_layer(name, module, chosen[name])
+        if not chosen.get(name):
+            raise refused(f"{name} of {kind} gives a token no experts, or never runs")
+        own: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
+        count = module.num_experts
+        if "down_proj" not in own or any(len(one) != count for one in own.values()):
+            shapes = ", ".join(f"{leaf} {list(one.shape)}" for leaf, one in own.items())
+            raise refused(f"{name} has other parameters than stacks of {count} experts: {shapes}")
+        parameters = sum(math.prod(one.shape) for one in own.values())
+        found[name] = MoELayer(count, chosen[name], parameters)
     return found
-
-
-def _check_others(model: nn.Module, stacks: dict[str, Any]) -> None:
-    """Raise ShapeError for experts whose function cannot be replaced."""
-    for name, _ in model.named_parameters():
-        path, is_expert, _ = f".{name}".partition(".experts.")
-        experts = f"{path}.experts".removeprefix(".")
-        if is_expert and experts not in stacks:
-            raise refused(
-                f"{experts} of {type(model).__name__} do not go through the interface of "
-                "transformers for experts (use_experts_implementation), and cannot be trained here",
-                field="name",
-            )
 
 
 def _choices(model: Any, stacks: dict[str, Any]) -> dict[str, int]:
@@ -100,16 +102,3 @@ def _choices(model: Any, stacks: dict[str, Any]) -> dict[str, int]:
 def _index_of(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """Return the experts of each token, [tokens, top_k], from a stack's arguments."""
     return index
-
-
-def _moe_layer(name: str, module: Any, top_k: int) -> MoELayer:
-    """Return a layer's facts. Raises ShapeError for unknown shapes."""
-    if not top_k:
-        raise refused(f"{name} of {type(module).__name__} gives a token no experts")
-    own: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
-    experts = module.num_experts
-    if "down_proj" not in own or any(len(one) != experts for one in own.values()):
-        shapes = ", ".join(f"{leaf} {list(one.shape)}" for leaf, one in own.items())
-        raise refused(f"{name} has other parameters than stacks of {experts} experts: {shapes}")
-    parameters = sum(math.prod(one.shape) for one in own.values())
-    return MoELayer(experts, top_k, parameters)

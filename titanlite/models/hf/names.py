@@ -54,7 +54,11 @@ def _followed(args: HFArgs, dimensions: Mapping[str, int]) -> dict[str, HFName]:
     firsts: list[int] = []
     end = 0
     for name, number in dimensions.items():
-        shape = _small_shape(args, name, number)
+        # Small, with unequal dimensions; of a stack with all experts.
+        layer = args.skeleton.moe_layers.get(name.rpartition(".")[0])
+        first = layer.experts if layer is not None else _ROWS + 1
+        more = range(_COLUMNS + 1, _COLUMNS + number)
+        shape = torch.Size([first, _ROWS, _COLUMNS, *more][:number])
         firsts.append(end)
         end += shape.numel()
         ours[name] = torch.arange(firsts[-1], end).view(shape)
@@ -69,14 +73,6 @@ def _followed(args: HFArgs, dimensions: Mapping[str, int]) -> dict[str, HFName]:
         owner = names[bisect.bisect_right(firsts, first) - 1]
         pieces[owner].append((first, name, tensor))
     return {name: _joined(args, ours[name], sorted(pieces[name])) for name in names}
-
-
-def _small_shape(args: HFArgs, name: str, dimensions: int) -> torch.Size:
-    """Return a small shape with unequal dimensions; of a stack with all experts."""
-    layer = args.skeleton.moe_layers.get(name.rpartition(".")[0])
-    first = layer.experts if layer is not None else _ROWS + 1
-    more = range(_COLUMNS + 1, _COLUMNS + dimensions)
-    return torch.Size([first, _ROWS, _COLUMNS, *more][:dimensions])
 
 
 def _joined(args: HFArgs, whole: torch.Tensor, pieces: list[tuple[int, str, Any]]) -> HFName:

@@ -56,9 +56,7 @@ def skeleton_of(content: str, vocab_size: int) -> Skeleton:
         raise refused(
             f"transformers makes no model of this config: {type(error).__name__}: {error}"
         ) from error
-    _check_buffers(model, operations)
-    _check_causal(model, config)
-    _check_layerdrop(model, config)
+    _check(model, config, operations)
     names: dict[Tensor, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -82,18 +80,16 @@ def skeleton_of(content: str, vocab_size: int) -> Skeleton:
     )
 
 
-def _check_buffers(model: Any, operations: Mapping[int, Any]) -> None:
-    """Raise ShapeError for a buffer that initialisation does not compute."""
+def _check(model: Any, config: Any, operations: Mapping[int, Any]) -> None:
+    """Raise ShapeError for a buffer that initialisation does not compute, or a token that sees
+    later ones.
+    """
     for name, buffer in model.named_buffers():
         if buffer.is_meta and id(buffer) not in operations:
             raise refused(
                 f"{type(model).__name__} does not compute its buffer {name} with its initial "
                 "weights"
             )
-
-
-def _check_causal(model: Any, config: Any) -> None:
-    """Raise ShapeError if a token sees later ones."""
     # Attention of BERT's family says so; others name `is_decoder` in the config alone, and do not
     # read it.
     if all(getattr(module, "is_decoder", True) is not False for module in model.modules()):
@@ -104,16 +100,6 @@ def _check_causal(model: Any, config: Any) -> None:
     )
     has_switch = hasattr(config, "is_decoder")
     raise refused(message, "set model.overrides.is_decoder = true" if has_switch else "")
-
-
-def _check_layerdrop(model: Any, config: Any) -> None:
-    """Raise ShapeError if steps skip random blocks: ranks would gather different ones."""
-    if not any(getattr(module, "layerdrop", 0) for module in model.modules()):
-        return
-    entry = "decoder_layerdrop" if hasattr(config, "decoder_layerdrop") else "layerdrop"
-    raise refused(
-        f"{entry} skips blocks at random, others on each rank", f"set model.overrides.{entry} = 0.0"
-    )
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from titanlite.contrib.lab.ladder.law import LadderError
 from titanlite.contrib.lab.ladder.rungs import DEFAULTS, Rung, computed, rungs
 from titanlite.contrib.lab.ladder.target import Target, target_of
 from titanlite.contrib.lab.members import check_members
+from titanlite.run.config import RunConfig
 
 
 def target(folder: Path, *flags: str, nproc: int = 1, more: str = "") -> Target:
@@ -80,17 +81,20 @@ def test_rates_and_batches_follow_the_size(tmp_path: Path) -> None:
         assert values(rung)["training.batch_size"] == "4"
 
 
+def checked(aim: Target, folder: Path) -> list[RunConfig]:
+    """The configs of the trunks, as the runs begin with."""
+    trunks = [rung.member(folder) for rung in rungs(aim) if rung.trunk is None]
+    return check_members(trunks, [*aim.files, *DEFAULTS, *aim.flags], folder, 1)
+
+
 def test_the_lowest_rate_follows_the_size_as_the_rate_does(tmp_path: Path) -> None:
     aim = target(tmp_path, "--lr_scheduler.min_lr=1e-4")
     for rung in rungs(aim):
         floor = float(values(rung)["lr_scheduler.min_lr"])
         assert floor / rung.rate == pytest.approx(0.1, rel=1e-5)
-    (first, *_) = rungs(aim)
-    config_args = [*aim.files, *DEFAULTS, *aim.flags]
-    (checked,) = check_members([first.member(tmp_path)], config_args, tmp_path, 1)
-    assert checked.schedule.min_lr == pytest.approx(first.rate / 10, rel=1e-5)
-    for rung in rungs(target(tmp_path)):
-        assert "lr_scheduler.min_lr" not in values(rung)
+    first = checked(aim, tmp_path)[0]
+    assert first.schedule.min_lr == pytest.approx(first.optimizer.lr / 10, rel=1e-5)
+    assert "lr_scheduler.min_lr" not in values(rungs(target(tmp_path))[0])
 
 
 @pytest.mark.parametrize(
@@ -105,13 +109,8 @@ def test_models_have_the_decay_of_the_file_where_it_reaches_a_floor(
 
 
 def test_under_mup_all_models_have_the_rate_of_the_file(tmp_path: Path) -> None:
-    aim = target(tmp_path, "--mup.base_dim=16")
-    found = rungs(aim)
-    assert {rung.rate for rung in found} == {1e-3}
-    config_args = [*aim.files, *DEFAULTS, *aim.flags]
-    trunks = [rung.member(tmp_path) for rung in found if rung.trunk is None]
-    checked = check_members(trunks, config_args, tmp_path, 1)
-    assert {one.mup.base_dim for one in checked} == {16}
+    found = checked(target(tmp_path, "--mup.base_dim=16"), tmp_path)
+    assert {(one.optimizer.lr, one.mup.base_dim) for one in found} == {(1e-3, 16)}
 
 
 def test_batches_are_whole_micro_batches_of_all_ranks(tmp_path: Path) -> None:
@@ -130,21 +129,13 @@ def test_each_seed_has_runs_of_its_own(tmp_path: Path) -> None:
     assert {rung.trunk for rung in found[2:4]} == {None, f"{NAMES[0]}-s6"}
 
 
-def test_what_a_file_leaves_out_of_loads_does_not_touch_branches(tmp_path: Path) -> None:
-    own = '--checkpoint.exclude_from_loading=["optimizer"]'
-    for rung in rungs(target(tmp_path, own, '--eval.tasks=["hellaswag"]')):
-        assert values(rung)["checkpoint.exclude_from_loading"] == "[]"
-    assert "--eval.tasks=[]" in DEFAULTS
-
-
 def test_the_models_of_a_ladder_are_not_saved_where_the_run_of_the_file_is(tmp_path: Path) -> None:
     keys = {"enable_checkpoint": "true", "hub": '"ada/big"', "hub_every": "100"}
     keys |= {"local_folder": '"/local"', "interval": "100", "local_interval": "50"}
     table = "\n[checkpoint]\n" + "\n".join(f"{key} = {value}" for key, value in keys.items())
     aim = target(tmp_path, more=table)
     assert aim.run.checkpoint.hub == "ada/big"
-    members = [rung.member(tmp_path) for rung in rungs(aim) if rung.trunk is None]
-    for one in check_members(members, [*aim.files, *DEFAULTS, *aim.flags], tmp_path, 1):
+    for one in checked(aim, tmp_path):
         assert (one.checkpoint.hub, one.checkpoint.local_folder) == ("", None)
 
 
@@ -155,30 +146,18 @@ def test_a_branch_costs_its_own_steps_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flag", "message"),
     [
-        (["--ladder.tokens_per_parameter=[0.001,0.04]"], "too few for a warm-up and a decay"),
-        (["--ladder.tokens_per_parameter=[0.04,0.0401]"], "horizons have the same steps"),
-        (["--model.name=hf"], "takes none|hf_config"),
-        (["--training.epochs=1"], "training.epochs: give the length as training.steps"),
-    ],
-)
-def test_ladders_that_cannot_be_are_refused(tmp_path: Path, flags: list[str], message: str) -> None:
-    with pytest.raises((LadderError, ConfigError), match=message):
-        rungs(target(tmp_path, *flags))
-
-
-@pytest.mark.parametrize(
-    ("flag", "key"),
-    [
+        ("--ladder.tokens_per_parameter=[0.001,0.04]", "too few for a warm-up and a decay"),
+        ("--ladder.tokens_per_parameter=[0.04,0.0401]", "horizons have the same steps"),
+        ("--model.name=hf", "takes none|hf_config"),
+        ("--training.epochs=1", "training.epochs: give the length as training.steps"),
         ("--validation.enable=false", "validation.enable"),
         ("--checkpoint.initial_load_path=/", "checkpoint.initial_load_path"),
         ("--data.phase=[{tokens=800},{tokens=800,seq_len=8}]", "data.phase"),
         ("--lora.rank=4", "lora.rank"),
     ],
 )
-def test_targets_of_which_smaller_runs_tell_nothing_are_refused(
-    tmp_path: Path, flag: str, key: str
-) -> None:
-    with pytest.raises(ConfigError, match=key):
-        target(tmp_path, flag)
+def test_ladders_that_cannot_be_are_refused(tmp_path: Path, flag: str, message: str) -> None:
+    with pytest.raises((LadderError, ConfigError), match=message):
+        rungs(target(tmp_path, flag))

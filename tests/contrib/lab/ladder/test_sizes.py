@@ -34,19 +34,7 @@ def test_sizes_of_an_8b_keep_heads_and_proportions() -> None:
     assert found[-1].name == "d2048-l16"
 
 
-def test_n_is_the_count_of_the_real_modules_without_the_embedding() -> None:
-    spec = get_spec("llama3")
-    for shape in shapes(spec.flavors["8B"], []):
-        assert not shape.args.tied
-        model = spec.build_on_meta(shape.args)
-        counted = 0
-        for name, parameter in model.named_parameters():
-            if not name.startswith("tok_embeddings"):
-                counted += parameter.numel()
-        assert shape.parameters == counted
-
-
-def test_of_experts_n_counts_those_that_a_token_meets() -> None:
+def test_n_is_the_count_of_the_real_modules_without_the_embedding_and_experts_that_rest() -> None:
     spec = get_spec("mixtral")
     target = spec.flavors["8x7B"]
     for shape in shapes(target, []):
@@ -62,14 +50,12 @@ def test_of_experts_n_counts_those_that_a_token_meets() -> None:
         assert (args.n_experts, args.top_k) == (target.n_experts, target.top_k)
 
 
-@pytest.mark.slow_after(4)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("family", "flavor"),
     [
-        ("qwen3", "8B"),
         ("qwen3_moe", "30B-A3B"),
         ("gemma3", "4B"),
-        ("olmo3", "7B"),
         ("deepseek_v3", "16B"),
         ("gpt_oss", "20B"),
     ],
@@ -128,9 +114,3 @@ def test_default_sizes_of_a_narrow_target_are_different_models(
     assert [shape.name for shape in shapes(target, [])] == found
     with pytest.raises(LadderError, match="needs 3 sizes, and .* 1 smaller one of its"):
         shapes(replace(target, n_heads=1), [])
-
-
-def test_sizes_below_the_smallest_model_are_refused() -> None:
-    target = get_spec("llama3").flavors["8B"]
-    with pytest.raises(LadderError, match="needs 3 sizes, and .* 1 smaller one of its"):
-        shapes(target, [1000, 2000, 3000])

@@ -39,7 +39,7 @@ def add_command(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
-    from titanlite.contrib.lab.ladder import climb, report, rungs
+    from titanlite.contrib.lab.ladder import report, run, rungs
     from titanlite.contrib.lab.ladder.target import target_of
 
     refuse_keys(arguments.flags, rungs.OWN)
@@ -47,4 +47,4 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     if arguments.dry_run:
         return report.list_text(target), exit_codes.DONE
     folder = arguments.folder or Path(f"{target.run.job.dump_folder.rstrip('/')}-ladder")
-    return climb.climb(target, folder)
+    return run.run_ladder(target, folder)

@@ -138,7 +138,14 @@ def fit(points: Sequence[Point], replicates: int = REPLICATES) -> Fit:
     fitted, _ = problem.log_losses(best[None])
     residuals = losses - fitted[0]
     draws, noise = _draws(problem, best, residuals, replicates)
-    rows = _refit(problem, fitted[0] + draws, best, found[order]) if replicates else draws
+    rows = draws
+    if replicates:
+        places = np.unique(np.linspace(0, len(found) - 1, _MORE_STARTS + 1).astype(int))
+        starts = np.stack([best, *found[order][places[1:]]])
+        each = np.repeat(fitted[0] + draws, len(starts), axis=0)
+        ends, reached = _minimise(problem, np.tile(starts, (replicates, 1)), each)
+        chosen = reached.reshape(replicates, -1).argmin(axis=1)
+        rows = ends.reshape(replicates, len(starts), 5)[np.arange(replicates), chosen]
     law = problem.law(best)
     return Fit(
         points=tuple(points),
@@ -156,16 +163,10 @@ def _problem(points: Sequence[Point]) -> tuple[Problem, Array]:
     free = np.ones(5)
     if len(points) < POINTS_FOR_ALL:
         free[_TOKEN] = 0.0
-    shared = _correlations(points)
-    return Problem(sizes - centre[0], tokens - centre[1], centre, free, shared), losses
-
-
-def _correlations(points: Sequence[Point]) -> Array:
     trunks = np.array([point.trunk or f"alone {place}" for place, point in enumerate(points)])
     together = (trunks[:, None] == trunks[None]).astype(float)
-    own = np.eye(len(points))
-    found: Array = (1 - TRUNK_SHARE) * own + TRUNK_SHARE * together
-    return found
+    shared = (1 - TRUNK_SHARE) * np.eye(len(points)) + TRUNK_SHARE * together
+    return Problem(sizes - centre[0], tokens - centre[1], centre, free, shared), losses
 
 
 def _notes(problem: Problem, law: Law) -> list[str]:
@@ -273,14 +274,3 @@ def _draws(problem: Problem, best: Array, residuals: Array, count: int) -> tuple
     normal = generator.standard_normal((count, len(residuals) + 1))
     common = np.linalg.cholesky(problem.correlations)
     return scales * (normal[:, :-1] @ common.T), (scales * normal[:, -1:])[:, 0]
-
-
-def _refit(problem: Problem, losses: Array, best: Array, found: Array) -> Array:
-    places = np.unique(np.linspace(0, len(found) - 1, _MORE_STARTS + 1).astype(int))
-    starts = np.stack([best, *found[places[1:]]])
-    rows = np.tile(starts, (len(losses), 1))
-    each = np.repeat(losses, len(starts), axis=0)
-    ends, objective = _minimise(problem, rows, each)
-    chosen = objective.reshape(len(losses), -1).argmin(axis=1)
-    fits: Array = ends.reshape(len(losses), len(starts), 5)[np.arange(len(losses)), chosen]
-    return fits

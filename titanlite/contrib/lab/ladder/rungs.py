@@ -41,6 +41,22 @@ DEFAULTS = (
     "--checkpoint.hub=",
     "--checkpoint.local_folder=none",
 )
+#: Flags of the runs themselves.
+_COMMON = (
+    "--lr_scheduler.unit=steps",
+    "--lr_scheduler.style=titan",
+    "--validation.first=false",
+    "--checkpoint.enable_checkpoint=true",
+    "--checkpoint.folder=checkpoint",
+    "--checkpoint.interval_type=steps",
+    "--checkpoint.load_step=-1",
+    "--checkpoint.keep_latest_k=1",
+    "--checkpoint.keep_every=0",
+    "--checkpoint.model_weights_only=false",
+    "--checkpoint.last_save_in_hf=false",
+    # A branch loads all that its trunk saved.
+    "--checkpoint.exclude_from_loading=[]",
+)
 _IN_A_FILE = "write it into the file: the runs of a ladder have lengths of their own"
 #: Keys that a command line cannot have beside the flags of a run → what to do instead.
 OWN = dict.fromkeys(
@@ -87,12 +103,11 @@ class Rung:
 
 def rungs(target: Target) -> list[Rung]:
     """Return all runs, each trunk before its branches. Raises LadderError."""
-    horizons = sorted(set(target.ladder.tokens_per_parameter))
     first = target.run.training.seed
     found: list[Rung] = []
     for shape in shapes(target.args, target.ladder.sizes):
         for seed in range(first, first + target.ladder.seeds):
-            found += _of_model(target, shape, seed, horizons)
+            found += _of_model(target, shape, seed)
     return found
 
 
@@ -105,13 +120,18 @@ def computed(found: Sequence[Rung]) -> float:
     return total
 
 
-def _of_model(target: Target, shape: Shape, seed: int, horizons: list[float]) -> Iterator[Rung]:
+def _of_model(target: Target, shape: Shape, seed: int) -> Iterator[Rung]:
+    """Yield the trunk of a model, and its branches."""
+    horizons = sorted(set(target.ladder.tokens_per_parameter))
+    schedule = target.run.schedule
     sequences, micro = batch_of(target, shape)
     tokens_per_step = sequences * target.run.batch.seq_len
     steps = [round(horizon * shape.parameters / tokens_per_step) for horizon in horizons]
     falls = [round(target.ladder.decay_ratio * number) for number in steps]
     begins = [number - fall for number, fall in zip(steps, falls, strict=True)]
-    warmup = _warmup(target, steps)
+    # The target's share, of the longest horizon.
+    share = schedule.warmup_steps / max(schedule.total_steps or 1, 1)
+    warmup = round(min(share * steps[-1], _LONGEST_WARMUP * steps[0])) or 1
     if falls[0] < 1 or warmup < 1 or len(set(begins)) < len(begins):
         raise LadderError(
             f"{shape.name}: {horizons[0]:g} tokens per parameter are {steps[0]} steps of "
@@ -121,6 +141,7 @@ def _of_model(target: Target, shape: Shape, seed: int, horizons: list[float]) ->
         )
     common = (
         *_model_flags(target, shape),
+        *_COMMON,
         f"--training.warmup_steps={warmup}",
         f"--training.seed={seed}",
         f"--training.global_batch_size={sequences}",
@@ -130,27 +151,20 @@ def _of_model(target: Target, shape: Shape, seed: int, horizons: list[float]) ->
     names = [f"{shape.name}-t{horizon:g}{suffix}" for horizon in horizons]
     for place in reversed(range(len(horizons))):
         is_trunk = place == len(horizons) - 1
-        flags = (*common, *_length_flags(steps[place], falls[place]))
-        flags += _trunk_flags(steps[-1], begins[:-1]) if is_trunk else _branch_flags(steps[place])
+        end = steps[place]
+        flags = _length_flags(end, falls[place], begins[:-1] if is_trunk else None)
         yield Rung(
             name=names[place],
             shape=shape,
             horizon=horizons[place],
-            steps=steps[place],
-            tokens=steps[place] * tokens_per_step,
+            steps=end,
+            tokens=end * tokens_per_step,
             sequences=sequences,
             rate=rate_of(target, shape),
-            flags=flags,
+            flags=(*common, *flags),
             trunk=None if is_trunk else names[-1],
             begins=0 if is_trunk else begins[place],
         )
-
-
-def _warmup(target: Target, steps: list[int]) -> int:
-    """Return the steps of the warm-up: the target's share, of the longest horizon."""
-    schedule = target.run.schedule
-    share = schedule.warmup_steps / max(schedule.total_steps or 1, 1)
-    return round(min(share * steps[-1], _LONGEST_WARMUP * steps[0])) or 1
 
 
 def batch_of(target: Target, shape: Shape) -> tuple[int, int]:
@@ -187,44 +201,29 @@ def _model_flags(target: Target, shape: Shape) -> tuple[str, ...]:
         *shape_flags,
         *floor_flags,
         f"--optimizer.lr={rate}",
-        "--lr_scheduler.unit=steps",
-        "--lr_scheduler.style=titan",
         f"--lr_scheduler.decay_type={decay}",
     )
 
 
-def _length_flags(steps: int, fall: int) -> tuple[str, ...]:
-    return (
+def _length_flags(steps: int, fall: int, milestones: list[int] | None) -> list[str]:
+    """milestones: of a trunk; None: it is a branch."""
+    flags = [
         f"--training.steps={steps}",
         f"--lr_scheduler.total_steps={steps}",
         f"--lr_scheduler.decay_steps={fall}",
         f"--validation.freq={steps}",
-        "--validation.first=false",
-        "--checkpoint.enable_checkpoint=true",
-        "--checkpoint.folder=checkpoint",
-        "--checkpoint.interval_type=steps",
-        "--checkpoint.load_step=-1",
-        "--checkpoint.keep_latest_k=1",
-        "--checkpoint.keep_every=0",
-        "--checkpoint.model_weights_only=false",
-        "--checkpoint.last_save_in_hf=false",
-        # A branch loads all that its trunk saved.
-        "--checkpoint.exclude_from_loading=[]",
-    )
-
-
-def _trunk_flags(steps: int, begins: list[int]) -> tuple[str, ...]:
-    return (
+    ]
+    if milestones is None:
+        return [
+            *flags,
+            "--checkpoint.start=from",
+            f"--checkpoint.interval={steps}",
+            "--checkpoint.milestones=[]",
+            "--checkpoint.initial_load_model_only=false",
+        ]
+    return [
+        *flags,
         "--checkpoint.start=resume-or-fresh",
         f"--checkpoint.interval={max(steps // _SAVES, 1)}",
-        f"--checkpoint.milestones={quote(begins)}",
-    )
-
-
-def _branch_flags(steps: int) -> tuple[str, ...]:
-    return (
-        "--checkpoint.start=from",
-        f"--checkpoint.interval={steps}",
-        "--checkpoint.milestones=[]",
-        "--checkpoint.initial_load_model_only=false",
-    )
+        f"--checkpoint.milestones={quote(milestones)}",
+    ]

@@ -91,7 +91,9 @@ def _candidates(target: LlamaArgs, largest: int) -> Iterator[Shape]:
     heads = 0
     while True:
         heads += 1
-        if not _keeps_groups(target, heads):
+        wanted = max(heads * target.kv_heads / target.n_heads, 1)
+        shared = _kv_heads(target, heads)
+        if max(shared / wanted, wanted / shared) > _NEAR_GROUP:
             continue
         layers = target.n_layers * heads / target.n_heads
         found = []
@@ -104,12 +106,6 @@ def _candidates(target: LlamaArgs, largest: int) -> Iterator[Shape]:
         yield from found
         if found and found[0].parameters > largest * _NEAR:
             return
-
-
-def _keeps_groups(target: LlamaArgs, heads: int) -> bool:
-    wanted = max(heads * target.kv_heads / target.n_heads, 1)
-    shared = _kv_heads(target, heads)
-    return max(shared / wanted, wanted / shared) <= _NEAR_GROUP
 
 
 def _kv_heads(target: LlamaArgs, heads: int) -> int:

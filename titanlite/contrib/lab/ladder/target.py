@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titanlite.cli.parser import files_of
@@ -11,7 +11,6 @@ from titanlite.config.checks import placed
 from titanlite.config.errors import Problem, refuse
 from titanlite.config.load import read
 from titanlite.config.run_sections import Ladder
-from titanlite.config.sections import Config
 from titanlite.contrib.lab.ladder.law import LadderError
 from titanlite.models.counts import count_multiplied_parameters
 from titanlite.models.llama import LlamaArgs
@@ -48,7 +47,21 @@ def target_of(arguments: argparse.Namespace, flags: Sequence[str]) -> Target:
     launch = config.sections.launch
     ranks = ranks_of(launch) if launch.instance_type or launch.gpus_per_node else None
     config, run = resolve(config, ranks, problems, machine=runs, texts=True)
-    refuse(placed(config, _obstacles(config.sections)))
+    sections = config.sections
+    found = []
+    if not sections.validation.enable:
+        message = "a ladder compares losses on held-out text"
+        found.append(Problem("needs", "validation.enable", message, "set it to true"))
+    obstacles = {
+        "checkpoint.initial_load_path": sections.checkpoint.initial_load_path,
+        "lora.rank": sections.lora.rank,
+        "data.phase": sections.data.phase,
+    }
+    message = "the law is of models that are trained from the start, whole, on one text"
+    for key, value in obstacles.items():
+        if value:
+            found.append(Problem("conflict", key, message, "remove it"))
+    refuse(placed(config, found))
     run = with_vocabulary(run)
     args = run.model_args()
     if not isinstance(args, LlamaArgs):
@@ -60,23 +73,8 @@ def target_of(arguments: argparse.Namespace, flags: Sequence[str]) -> Target:
         args=args,
         parameters=count_multiplied_parameters(args),
         tokens=run.tokens,
-        ladder=config.sections.ladder,
+        ladder=sections.ladder,
         files=files_of(arguments),
         flags=flags,
         ranks=arguments.nproc_per_node or 1,
     )
-
-
-def _obstacles(config: Config) -> Iterator[Problem]:
-    if not config.validation.enable:
-        message = "a ladder compares losses on held-out text"
-        yield Problem("needs", "validation.enable", message, "set it to true")
-    obstacles = {
-        "checkpoint.initial_load_path": config.checkpoint.initial_load_path,
-        "lora.rank": config.lora.rank,
-        "data.phase": config.data.phase,
-    }
-    for key, value in obstacles.items():
-        if value:
-            message = "the law is of models that are trained from the start, whole, on one text"
-            yield Problem("conflict", key, message, "remove it")

@@ -20,11 +20,11 @@ from titanlite.features.mup.checks import problems
 from titanlite.models.llama import LlamaArgs
 from titanlite.plan.memory import with_vocabulary
 from titanlite.resolve.load import check_config
-from titanlite.utils import Table, counted, render
+from titanlite.runs.tables import Table, render
+from titanlite.utils import counted
 
 if TYPE_CHECKING:
     from titanlite.contrib.lab.mup.coordinates import Task
-    from titanlite.run.config import RunConfig
 
 #: Exit status where a slope fails.
 FAILED = 1
@@ -69,6 +69,14 @@ def _widths(text: str) -> tuple[int, ...]:
 
 
 def _check(arguments: argparse.Namespace) -> tuple[str, int]:
+    import numpy
+    import torch
+
+    from titanlite.assembly.datasets import read_training_text
+    from titanlite.cli.loading import choose_device
+    from titanlite.contrib.lab.mup.coordinates import Task
+    from titanlite.data.tokenizer import load_tokenizer
+
     words = [*files_of(arguments), *arguments.flags]
     run = check_config(words, training=False)[1]
     args = with_vocabulary(run).model_args()
@@ -82,7 +90,12 @@ def _check(arguments: argparse.Namespace) -> tuple[str, int]:
     # A model whose multipliers have no place is refused.
     given = Mup(models.base.dim, models.kept)
     refuse(list(problems(replace(run, mup=given), models.of[models.widths[-1]])))
-    lines = measure(_task(run, arguments.steps, models), models, SEEDS)
+    device = choose_device(None)
+    text = read_training_text(run, load_tokenizer(run.model.tokenizer_path, run.model.name))
+    taken = [text.sequence(i).tokens[: TOKENS + 1] for i in range(arguments.steps)]
+    rows = (torch.from_numpy(numpy.stack(taken)) % models.base.n_vocab).to(device)
+    batches = [(row[None, :-1], row[None, 1:]) for row in rows]
+    lines = measure(Task(run.spec, run.optimizer, batches, device), models, SEEDS)
     good, told = verdict(lines)
     title = (
         f"{run.model.title} from base dim {models.base.dim}: {run.optimizer.name}, rate "
@@ -91,24 +104,6 @@ def _check(arguments: argparse.Namespace) -> tuple[str, int]:
     )
     parts = [title, render(_table(lines, models)), "\n".join(told)]
     return "\n\n".join(parts), exit_codes.DONE if good else FAILED
-
-
-def _task(run: RunConfig, steps: int, models: Models) -> Task:
-    import numpy
-    import torch
-
-    from titanlite.assembly.datasets import read_training_text
-    from titanlite.cli.loading import choose_device
-    from titanlite.contrib.lab.mup.coordinates import Task
-    from titanlite.data.tokenizer import load_tokenizer
-
-    device = choose_device(None)
-    tokenizer = load_tokenizer(run.model.tokenizer_path, run.model.name)
-    text = read_training_text(run, tokenizer)
-    found = numpy.stack([text.sequence(i).tokens[: TOKENS + 1] for i in range(steps)])
-    rows = (torch.from_numpy(found) % models.base.n_vocab).to(device)
-    batches = [(row[None, :-1], row[None, 1:]) for row in rows]
-    return Task(run.spec, run.optimizer, batches, device)
 
 
 def measure(task: Task, models: Models, seeds: int) -> list[Line]:

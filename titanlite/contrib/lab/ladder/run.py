@@ -16,21 +16,32 @@ from titanlite.contrib.lab.ladder.report import report_text
 from titanlite.contrib.lab.ladder.rungs import DEFAULTS, Rung, rungs
 from titanlite.contrib.lab.ladder.target import Target
 from titanlite.contrib.lab.members import MemberResult, run_members
-from titanlite.contrib.processes import tell
 from titanlite.utils import atomic_write
 
 POINTS = "points.json"
 
 
-def climb(target: Target, folder: Path) -> tuple[str, int]:
+def run_ladder(target: Target, folder: Path) -> tuple[str, int]:
     """Make the missing runs, write the results, and return the report.
 
     Raises LadderError and ConfigError.
     """
     found = rungs(target)
     check_points([Point(rung.parameters, rung.tokens, 1.0, rung.name) for rung in found])
-    points, missing = _points(target, found, folder)
-    lines = [f"missing: {line}" for line in missing]
+    results = _make(target, found, folder)
+    points = []
+    lines = []
+    for rung in found:
+        one = results.get(rung.name)
+        if one is None:
+            reason = f" was not started, since its trunk {rung.trunk} is not done"
+        elif one.state != "done" or one.loss is None:
+            reason = f": {one.state}. {one.reason}".rstrip(". ")
+        else:
+            trunk = rung.trunk or rung.name
+            points.append(Point(rung.parameters, rung.tokens, one.loss, rung.name, trunk))
+            continue
+        lines.append(f"missing: {rung.name}{reason}")
     try:
         text, result = predicted(points, target)
     except LadderError as error:
@@ -54,29 +65,13 @@ def predicted(points: Sequence[Point], target: Target) -> tuple[str, dict[str, A
     return report_text(found, leave_largest_out(points), prediction, notes), result
 
 
-def _points(target: Target, found: Sequence[Rung], folder: Path) -> tuple[list[Point], list[str]]:
+def _make(target: Target, found: Sequence[Rung], folder: Path) -> dict[str | None, MemberResult]:
+    """Make the missing runs, each trunk before its branches."""
     shared = [*target.files, *DEFAULTS, *target.flags]
-    results: dict[str | None, MemberResult] = {}
-
-    def make(wave: Sequence[Rung]) -> None:
-        members = [rung.member(folder) for rung in wave]
-        for one in run_members(members, shared, folder, target.ranks):
-            results[one.name] = one
-
-    make([rung for rung in found if rung.trunk is None])
-    branches = [rung for rung in found if rung.trunk]
-    ready = [rung for rung in branches if results[rung.trunk].state == "done"]
-    tell(f"the trunks are made; {len(ready)} branches follow")
-    make(ready)
-    points = []
-    missing = []
-    for rung in found:
-        one = results.get(rung.name)
-        if one is None:
-            missing.append(f"{rung.name} was not started, since its trunk {rung.trunk} is not done")
-        elif one.state != "done" or one.loss is None:
-            missing.append(f"{rung.name}: {one.state}. {one.reason}".rstrip(". "))
-        else:
-            trunk = rung.trunk or rung.name
-            points.append(Point(rung.parameters, rung.tokens, one.loss, rung.name, trunk))
-    return points, missing
+    done: dict[str | None, MemberResult] = {}
+    for is_branch in (False, True):
+        wave = [rung for rung in found if (rung.trunk is not None) == is_branch]
+        ready = [rung for rung in wave if not is_branch or done[rung.trunk].state == "done"]
+        members = [rung.member(folder) for rung in ready]
+        done |= {one.name: one for one in run_members(members, shared, folder, target.ranks)}
+    return done

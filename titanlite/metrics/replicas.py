@@ -1,0 +1,84 @@
+"""A warning about weights that several ranks hold, and that are not the same there."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titanlite.callbacks import Callback
+from titanlite.dist.dist_env import gather_objects
+from titanlite.optim.bad_step_errors import name_ranks
+from titanlite.utils import logger
+
+if TYPE_CHECKING:
+    from titanlite.trainer import Trainer
+
+_NAMED = 4
+
+
+class EqualReplicas(Callback):
+    """Compares at the first log what several ranks hold of the weights, by sums of its bits.
+
+    A checkpoint holds one of these parts, so they must be equal. They differ where ranks draw other
+    random numbers for the same activations, run other code, or compute wrong.
+    """
+
+    def __init__(self) -> None:
+        self._done = False
+
+    def on_log(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
+        world = trainer.parts.world
+        if self._done:
+            return
+        self._done = True
+        mine = _shared_parts(trainer.parts.model, world.size // world.places["pp"])
+        holders: dict[Any, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for rank, parts in enumerate(gather_objects(mine)):
+            for part, bits in parts.items():
+                holders[part][bits].append(rank)
+        wrong = {name: groups for (name, _), groups in holders.items() if len(groups) > 1}
+        if wrong and world.rank == 0:
+            shown = ", ".join(list(wrong)[:_NAMED])
+            more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+            groups = " and ".join(map(name_ranks, next(iter(wrong.values())).values()))
+            logger.warning(
+                f"WEIGHTS DIFFER at step {trainer.step} between {groups}, which must hold the "
+                f"same: {shown}{more}. Random numbers or code that differ by rank do this; a "
+                "checkpoint keeps the values of one rank"
+            )
+
+
+def _shared_parts(model: nn.Module, ranks: int) -> dict[tuple[str, tuple[int, ...]], int]:
+    """Return sums of bits by name and offset. ranks: that hold the same layers."""
+    from titanlite.checkpoint.storage import gather
+
+    found = {}
+    for name, tensor in gather(model).items():
+        part, offset = tensor, tuple[int, ...]()
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            divided = [n for n, how in enumerate(tensor.placements) if not how.is_replicate()]
+            if math.prod(map(mesh.size, divided)) == ranks:
+                continue
+            part = tensor.to_local()
+            _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+        if part.numel():
+            found[name.removeprefix("model."), tuple(offset)] = _bits(part)
+    return found
+
+
+def _bits(part: Tensor) -> int:
+    """Sum a tensor's bytes, as far as possible as numbers of 64 bits."""
+    flat = part.detach().reshape(-1)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    octets = flat.view(torch.uint8)
+    whole = octets.numel() // 8 * 8
+    return int(octets[:whole].view(torch.int64).sum()) + int(octets[whole:].sum())
