@@ -32,10 +32,7 @@ TINY = (
 #: Tests of the core that run without any of them.
 CORE = (
     "tests/config/test_layers.py",
-    "tests/config/test_derive.py",
     "tests/checkpoint/test_manifest.py",
-    "tests/checkpoint/test_schedule.py",
-    "tests/training/test_guard.py",
 )
 
 
@@ -91,7 +88,7 @@ def test_commands_and_keys_of_a_missing_folder_are_refused_by_one_line(
 def test_a_run_trains_and_tests_of_the_core_pass_without_contrib(tmp_path: Path) -> None:
     copy = copy_without(tmp_path / "copy", *FOLDERS)
     assert losses(copy, tmp_path / "run") == losses(ROOT, tmp_path / "plain")
-    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *CORE]
+    words = ["-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *CORE]
     done = python(*words, cwd=copy, env={"PYTHONPATH": str(copy)})
     assert done.returncode == 0, done.stdout
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -11,7 +12,10 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 
 from tests.support.adapters import (
     ALPHA,
@@ -259,16 +263,21 @@ def test_a_run_takes_only_its_own_kind_of_adapters(
 # With other features
 
 
-def _reduced(world: DistEnv, folder: str, *flags: str) -> list[int]:
-    """Train a step; the numbers that FSDP reduces, by collective."""
-    seen: list[int] = []
-    real = DefaultReduceScatter.__call__
+def _collectives(world: DistEnv, folder: str, *flags: str) -> dict[str, list[int]]:
+    """Train a step; the numbers that FSDP gathers and reduces, by collective."""
+    seen: dict[str, list[int]] = {"gathered": [], "reduced": []}
 
-    def counting(self: Any, output_tensor: Any, input_tensor: Any, *args: Any, **kw: Any) -> Any:
-        seen.append(input_tensor.numel())
-        return real(self, output_tensor, input_tensor, *args, **kw)
+    def counting(name: str, real: Any) -> Any:
+        def call(self: Any, output_tensor: Any, input_tensor: Any, *args: Any, **kw: Any) -> Any:
+            seen[name].append(max(output_tensor.numel(), input_tensor.numel()))
+            return real(self, output_tensor, input_tensor, *args, **kw)
 
-    with mock.patch.object(DefaultReduceScatter, "__call__", counting):
+        return call
+
+    with contextlib.ExitStack() as patches:
+        for name, cls in (("gathered", DefaultAllGather), ("reduced", DefaultReduceScatter)):
+            patched = counting(name, cls.__call__)
+            patches.enter_context(mock.patch.object(cls, "__call__", patched))
         train_seen(world, folder, *flags)
     return seen
 
@@ -281,10 +290,14 @@ def test_adapters_alone_are_reduced(pool: Pools, tmp_path: Path, base: Path) -> 
         "--training.reshard_after_forward=always",
         "--no-checkpoint.verify_saves",
     )
-    found = pool(2).run(_reduced, str(tmp_path), *flags)[0]
+    found = pool(2).run(_collectives, str(tmp_path), *flags)[0]
     linears = {(64, 64): 2, (64, 32): 2, (64, 256): 3}
     adapters = sum(count * RANK * (a + b) for (a, b), count in linears.items())
-    assert found == [adapters, adapters]
+    assert found["reduced"] == [adapters, adapters]
+    block = sum(count * a * b for (a, b), count in linears.items()) + 2 * 64
+    head = 64 + 2304 * 64
+    # The embedding is gathered in the forward alone.
+    assert sorted(found["gathered"]) == sorted([2304 * 64, *([block + adapters] * 4), head, head])
 
 
 @pytest.mark.slow

@@ -11,117 +11,24 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from tests.models.test_families import theirs_of
+from tests.models.test_families import V3, pair
 from tests.support.hf import check_files
-from tests.support.llamas import relative, tokens_of
-from tests.support.reference import in_memory, in_our_names
+from tests.support.llamas import tokens_of
+from tests.support.reference import in_our_names
 from titanlite.checkpoint.foreign_formats import open_weights
 from titanlite.models import get_spec, resolve_args
 from titanlite.models.counts import count_active_parameters
 from titanlite.models.deepseek_v3 import DeepSeekV3Args
 from titanlite.models.families import family_of
 from titanlite.models.fields import deciding
-from titanlite.models.rope_scaling import YarnScaling
 from titanlite.models.spec import ShapeError
 
 SPEC = get_spec("deepseek_v3")
-#: All that DeepSeek-V3 has, small: a latent of queries, groups of experts, a dense first block.
-V3 = DeepSeekV3Args(
-    dim=64,
-    n_layers=3,
-    n_heads=4,
-    ffn_dim=96,
-    vocab_size=96,
-    max_seq_len=128,
-    q_lora_rank=48,
-    kv_lora_rank=32,
-    qk_nope_head_dim=16,
-    qk_rope_head_dim=8,
-    v_head_dim=12,
-    expert_width=32,
-    n_experts=8,
-    top_k=3,
-    n_groups=4,
-    top_groups=2,
-    route_scale=2.5,
-    rope_scaling=YarnScaling(
-        factor=4.0, original_max_position_embeddings=32, mscale=0.7, mscale_all_dim=0.9
-    ),
-)
-VARIANTS = {
-    "v3": V3,
-    "v3, no latent of queries, no groups": replace(
-        V3, q_lora_rank=0, n_groups=1, top_groups=1, n_dense_layers=0, n_shared_experts=2
-    ),
-    "v2, groups": replace(
-        V3,
-        score="softmax",
-        norm_topk=False,
-        group_best=1,
-        bias_update=0.0,
-        n_shared_experts=2,
-        route_scale=1.0,
-    ),
-}
-
-
-def random_model(args: DeepSeekV3Args) -> Any:
-    """A model whose every parameter and bias is random and large enough to matter."""
-    torch.manual_seed(0)
-    model = SPEC.build(args)
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            noise = torch.randn_like(tensor)
-            if "norm" in name:
-                tensor.copy_(1 + 0.2 * noise)
-            elif name.endswith("expert_bias"):
-                tensor.copy_(0.1 * noise)
-            else:
-                tensor.copy_(noise * tensor.size(-1) ** -0.5)
-    return model
-
-
-def pair(args: DeepSeekV3Args) -> tuple[Any, Any]:
-    """Ours and that of `transformers`, of the same weights."""
-    ours = random_model(args)
-    theirs = theirs_of("deepseek_v3", args)
-    weights = in_memory(SPEC.to_hf(ours.state_dict(), args))
-    theirs.load_state_dict(weights, strict=not args.tied)
-    return ours, theirs
-
-
-def gradients_of(model: Any, args: DeepSeekV3Args) -> dict[str, Tensor]:
-    """Gradients under the names that `transformers` has in memory."""
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    biases = [name for name in model.state_dict() if name.endswith("expert_bias")]
-    for name in biases:
-        found[name] = torch.zeros(1)
-    named = in_memory(SPEC.to_hf(found, args))
-    return {name: tensor for name, tensor in named.items() if "correction_bias" not in name}
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_and_every_gradient_equal_those_of_transformers(variant: str) -> None:
-    args = VARIANTS[variant]
-    ours, theirs = pair(args)
-    tokens = tokens_of(args)
-    logits = ours(tokens)
-    expected = theirs(tokens).logits
-    assert relative(logits, expected) < 2e-6
-    for out in (logits, expected):
-        F.cross_entropy(out.flatten(0, 1), tokens.roll(-1, 1).flatten()).backward()
-    of_theirs = {name: p.grad for name, p in theirs.named_parameters()}
-    gradients = gradients_of(ours, args)
-    assert gradients.keys() == of_theirs.keys()
-    for name, gradient in gradients.items():
-        assert relative(gradient, of_theirs[name]) < 2e-6, name
 
 
 def test_documents_in_one_row_are_as_rows_of_their_own() -> None:
-    model = random_model(V3)
+    model = pair("deepseek_v3")[0]
     tokens = tokens_of(V3, batch=1, seq=40)
     doc_ids = (torch.arange(40) >= 17).int().unsqueeze(0)
     together = model(tokens, doc_ids=doc_ids)
@@ -129,56 +36,29 @@ def test_documents_in_one_row_are_as_rows_of_their_own() -> None:
     torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("variant", ["v3", "v2, groups"])
+@pytest.mark.parametrize("variant", ["deepseek_v3", "deepseek_v3, as v2"])
 def test_files_of_transformers_there_and_back(variant: str, tmp_path: Path) -> None:
-    args = VARIANTS[variant]
-    ours, theirs = pair(args)
+    ours, theirs, _, args = pair(variant)
     check_files(theirs, ours.state_dict(), SPEC, args, tmp_path)
 
 
-def as_published(args: DeepSeekV3Args, folder: Path) -> dict[str, Tensor]:
-    """Write a folder as DeepSeek publishes V3: linears in float8 with a scale for each block of 128
-    x 128, and a block that predicts further tokens. Return the values of the model's tensors.
-    """
-    from safetensors.torch import save_file
-
-    stored = SPEC.to_hf(random_model(args).state_dict(), args)
-    values = dict(stored)
-    for name, tensor in list(stored.items()):
-        is_linear = name.endswith("_proj.weight") or "kv_a_proj" in name
-        if not is_linear:
-            continue
-        rows, columns = tensor.shape
-        scale = torch.rand(-(-rows // 128), -(-columns // 128)) + 0.5
-        wide = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
-        stored[name] = (tensor / wide).to(torch.float8_e4m3fn)
-        stored[f"{name}_scale_inv"] = scale
-        values[name] = stored[name].float() * wide
-    further = f"model.layers.{args.n_layers}"
-    for name in ("eh_proj", "enorm", "self_attn.o_proj", "shared_head.head"):
-        stored[f"{further}.{name}.weight"] = torch.randn(8, 8)
-    folder.mkdir()
-    copies = {name: tensor.clone() for name, tensor in stored.items()}
-    save_file(copies, folder / "model.safetensors", metadata={"format": "pt"})
-    quantized = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    config = {**SPEC.hf_config(args), "num_nextn_predict_layers": 1}
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
-    return values
-
-
-def test_the_published_format_is_read_without_the_blocks_for_further_tokens(
+def test_blocks_for_further_tokens_are_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Wider than a block of scales.
-    args = replace(V3, ffn_dim=264, expert_width=136, q_lora_rank=144)
-    values = as_published(args, tmp_path / "in")
+    """test_hf.py of checkpoints reads linears in float8."""
+    from safetensors.torch import save_file
+
+    values = SPEC.to_hf(pair("deepseek_v3")[0].state_dict(), V3)
+    more = {}
+    for name in ("eh_proj", "enorm", "self_attn.o_proj", "shared_head.head"):
+        more[f"model.layers.{V3.n_layers}.{name}.weight"] = torch.randn(8, 8)
+    copies = {name: tensor.clone() for name, tensor in {**values, **more}.items()}
+    save_file(copies, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = {**SPEC.hf_config(V3), "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with caplog.at_level("INFO"):
-        weights = open_weights(tmp_path / "in")
-    assert (weights.family, replace(weights.args, max_seq_len=128)) == (
-        "deepseek_v3",
-        replace(args, n_kv_heads=4),
-    )
-    wanted = in_our_names(values, SPEC.hf_names(args))
+        weights = open_weights(tmp_path)
+    wanted = in_our_names(values, SPEC.hf_names(V3))
     assert weights.parts.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.equal(weights.read(name), tensor), name

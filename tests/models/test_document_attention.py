@@ -123,17 +123,26 @@ def test_no_mask_of_the_sequence_squared_is_made() -> None:
     assert max(sizes) == 4 * 1024 * 8
 
 
-def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None, window: int | None
-) -> Tensor:
-    """The formula: every score, those of other tokens taken out."""
-    k, v = (t.repeat_interleave(q.size(1) // k.size(1), 1) for t in (k, v))
-    back = torch.arange(q.size(2)).unsqueeze(1) - torch.arange(q.size(2))
-    seen = ((back >= 0) & (back < (window or q.size(2)))).expand(len(q), 1, -1, -1)
-    if doc_ids is not None:
-        seen = seen & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
+def seen_by(queries: int, keys: int, window: int | None, doc_ids: Tensor | None) -> Tensor:
+    """Which keys each query sees, from the places of both."""
+    place = torch.arange(keys - queries, keys).unsqueeze(1)
+    back = place - torch.arange(keys)
+    seen = (back >= 0) & (back < (window or keys))
+    if doc_ids is None:
+        return seen
+    return (seen & (doc_ids[:, :, None] == doc_ids[:, None, :])).unsqueeze(1)
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """Every score, those of other tokens taken out, and a sink as one more of them."""
+    groups = q.size(1) // k.size(1)
+    k = k.repeat_interleave(groups, 1)
+    v = v.repeat_interleave(groups, 1)
     scores = (q @ k.mT * q.size(-1) ** -0.5).masked_fill(~seen, -torch.inf)
-    return scores.softmax(-1) @ v
+    if sinks is None:
+        return scores.softmax(-1) @ v
+    column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat([scores, column], 3).softmax(3)[..., :-1] @ v
 
 
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
@@ -152,7 +161,7 @@ def test_windows_and_documents_equal_plain_attention(
                 [t.to(d).requires_grad_() for t in (q, k, v)] for d in (dtype, torch.float32)
             )
             y = attention(*ours, attention.prepare(doc_ids))
-            expected = plain_attention(*exact, doc_ids, window)
+            expected = formula(*exact, seen_by(48, 48, window, doc_ids))
             pairs = [
                 (y, expected),
                 *zip(

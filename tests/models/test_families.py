@@ -13,15 +13,19 @@ from torch import Tensor, nn
 
 from tests.support.llamas import SCALED, relative, tokens_of
 from tests.support.llamas import VARIANTS as LLAMAS
+from tests.support.reference import in_memory
 from titanlite.models import SPECS, LlamaArgs
 from titanlite.models.args import as_record, from_record
+from titanlite.models.deepseek_v3 import DeepSeekV3Args
 from titanlite.models.gemma3 import Gemma3Args
 from titanlite.models.gpt_oss import GptOssArgs
 from titanlite.models.llama4 import Llama4Args
 from titanlite.models.mistral import MistralArgs
+from titanlite.models.mixtral import MixtralArgs
 from titanlite.models.olmo2 import Olmo2Args
 from titanlite.models.olmo3 import Olmo3Args
 from titanlite.models.qwen3 import Qwen3Args
+from titanlite.models.qwen3_moe import Blocks, Qwen3MoeArgs
 from titanlite.models.rope_scaling import LinearScaling, RopeScaling, YarnScaling
 
 SMALL: dict[str, Any] = {
@@ -72,6 +76,44 @@ LLAMA4 = Llama4Args(
         factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_context=64
     ),
 )
+QWEN3_MOE = Qwen3MoeArgs(
+    dim=64,
+    n_layers=3,
+    n_heads=8,
+    n_kv_heads=2,
+    ffn_dim=96,
+    vocab_size=96,
+    max_seq_len=64,
+    head_dim=16,
+    n_experts=8,
+    top_k=3,
+    expert_width=40,
+    aux_loss=0.0,
+)
+#: All that DeepSeek-V3 has, small: a latent of queries, groups of experts, a dense first block.
+V3 = DeepSeekV3Args(
+    dim=64,
+    n_layers=3,
+    n_heads=4,
+    ffn_dim=96,
+    vocab_size=96,
+    max_seq_len=128,
+    q_lora_rank=48,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+    expert_width=32,
+    n_experts=8,
+    top_k=3,
+    n_groups=4,
+    top_groups=2,
+    route_scale=2.5,
+    rope_scaling=YarnScaling(
+        factor=4.0, original_max_position_embeddings=32, mscale=0.7, mscale_all_dim=0.9
+    ),
+)
+MIXTRAL = MixtralArgs(**SMALL, ffn_dim=48, n_experts=4, rope_theta=1e6, aux_loss=0.0)
 #: Family and arguments: a window shorter than the sequence and one as long, heads wider than dim /
 #: heads, each RoPE.
 VARIANTS: dict[str, tuple[str, LlamaArgs]] = {
@@ -100,6 +142,35 @@ VARIANTS: dict[str, tuple[str, LlamaArgs]] = {
     "llama4, two experts, no chunks, tied": (
         "llama4",
         replace(LLAMA4, top_k=2, chunk=0, temperature=0.0, norm_eps=1e-6, tied=True),
+    ),
+    "mixtral": ("mixtral", replace(MIXTRAL, top_k=3)),
+    # With one layer the losses of the routers are equal too: `transformers` takes shares over the
+    # tokens of all layers.
+    "mixtral, balanced": ("mixtral", replace(MIXTRAL, n_layers=1, aux_loss=0.5)),
+    "qwen3_moe, every second block": (
+        "qwen3_moe",
+        replace(QWEN3_MOE, sparse_step=2, norm_topk=False),
+    ),
+    "qwen3_moe, dense blocks, tied": (
+        "qwen3_moe",
+        replace(QWEN3_MOE, dense_blocks=Blocks((0, 2)), tied=True, top_k=8),
+    ),
+    "deepseek_v3": ("deepseek_v3", V3),
+    "deepseek_v3, no latent of queries, no groups": (
+        "deepseek_v3",
+        replace(V3, q_lora_rank=0, n_groups=1, top_groups=1, n_dense_layers=0, n_shared_experts=2),
+    ),
+    "deepseek_v3, as v2": (
+        "deepseek_v3",
+        replace(
+            V3,
+            score="softmax",
+            norm_topk=False,
+            group_best=1,
+            bias_update=0.0,
+            n_shared_experts=2,
+            route_scale=1.0,
+        ),
     ),
     "olmo2": ("olmo2", OLMO2),
     "olmo3": ("olmo3", OLMO3),
@@ -135,20 +206,20 @@ def pair(variant: str) -> tuple[nn.Module, Any, str, LlamaArgs]:
     theirs = theirs_of(family, args)
     with torch.no_grad():
         one = 0 if args.norm_offset else 1
-        for name, p in ours.named_parameters():
-            p.copy_(
-                one + 0.2 * torch.randn_like(p)
-                if "norm" in name
-                else torch.randn_like(p) * _width(name, p) ** -0.5
+        for name, tensor in ours.state_dict().items():
+            noise = torch.randn_like(tensor)
+            tensor.copy_(
+                one + 0.2 * noise if "norm" in name else noise * _width(name, tensor) ** -0.5
             )
-    theirs.load_state_dict(SPECS[family].to_hf(ours.state_dict(), args), strict=not args.tied)
+    weights = in_memory(SPECS[family].to_hf(ours.state_dict(), args))
+    theirs.load_state_dict(weights, strict=not args.tied)
     return ours, theirs, family, args
 
 
 def _width(name: str, p: Tensor) -> int:
     """Numbers that a result of a matrix is the sum of; biases and sinks are small beside it."""
     if name.endswith(("bias", "sinks.weight")):
-        return 16
+        return 100 if name.endswith("expert_bias") else 16
     # Experts of GPT-OSS and Llama 4 are matrices [in, out].
     return p.size(-2) if name.endswith(("gate_up", "down")) else p.size(-1)
 
@@ -158,16 +229,20 @@ def test_logits_and_every_gradient_equal_those_of_transformers(variant: str) -> 
     ours, theirs, family, args = pair(variant)
     tokens = tokens_of(args)
     logits = ours(tokens)
-    expected = theirs(tokens).logits
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
-    for out in (logits, expected):
-        nn.functional.cross_entropy(out.flatten(0, 1), tokens.roll(-1, 1).flatten()).backward()
-    by_name = dict(theirs.named_parameters())
-    names = SPECS[family].hf_names(args)
-    for name, p in ours.named_parameters():
-        q = by_name[names[name]]
-        assert p.grad is not None and relative(p.grad, q.grad) < 1e-5, name
-    assert len(names) == len(by_name) == len(list(ours.parameters()))
+    balance = getattr(args, "aux_loss", 0.0)
+    expected = theirs(tokens, **({"output_router_logits": True} if balance else {}))
+    torch.testing.assert_close(logits, expected.logits, atol=1e-5, rtol=1e-5)
+    labels = tokens.roll(-1, 1).flatten()
+    nn.functional.cross_entropy(logits.flatten(0, 1), labels).backward()
+    loss = nn.functional.cross_entropy(expected.logits.flatten(0, 1), labels)
+    (loss + balance * expected.aux_loss if balance else loss).backward()
+    gradients = {name: p.grad for name, p in ours.named_parameters()}
+    for name in ours.state_dict().keys() - gradients.keys():
+        # A tied head, and biases of experts.
+        gradients[name] = torch.zeros(1)
+    found = in_memory(SPECS[family].to_hf(gradients, args))
+    for name, p in theirs.named_parameters():
+        assert relative(found[name], p.grad) < 3e-6, name
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tests.support.llamas import relative
+from tests.models.test_families import pair
+from tests.support.llamas import relative, tokens_of
+from tests.support.reference import in_memory
 from titanlite.config.model_sections import Optimizer
 from titanlite.models import get_spec
 from titanlite.models.counts import count_active_parameters
@@ -31,58 +33,33 @@ ARGS = GptOssArgs(
 )
 
 
-def mixture() -> GptOssMoE:
-    """With weights so large that gates and what they multiply are clamped."""
-    moe = GptOssMoE(ARGS)
-    for number, parameter in enumerate(moe.parameters()):
-        nn.init.normal_(parameter, std=0.9, generator=torch.Generator().manual_seed(number))
-    return moe
-
-
-def by_token(moe: GptOssMoE, x: Tensor) -> tuple[Tensor, list[float]]:
-    """Compute each token by itself; also return shares of gates and others that are clamped."""
-    weights = {name: p.double() for name, p in moe.named_parameters()}
-    rows = []
-    clamped = []
-    for token in x.double().flatten(0, 1):
-        logits = weights["gate.weight"] @ token + weights["gate.bias"]
-        best = logits.topk(moe.routing.args.top_k)
-        shares = best.values.softmax(0)
-        total = torch.zeros_like(token)
-        for share, expert in zip(shares, best.indices, strict=True):
-            pairs = token @ weights["experts.gate_up"][expert]
-            pairs = pairs + weights["experts.gate_up_bias"][expert]
-            gate, up = pairs.view(-1, 2).unbind(1)
-            clamped.append([(gate > 7).double().mean(), (up.abs() > 7).double().mean()])
-            gate = gate.minimum(torch.tensor(7.0))
-            up = up.minimum(torch.tensor(7.0)).maximum(torch.tensor(-7.0))
-            inner = gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
-            result = inner @ weights["experts.down"][expert]
-            total = total + share * (result + weights["experts.down_bias"][expert])
-        rows.append(total)
-    return torch.stack(rows).view_as(x), torch.tensor(clamped).mean(0).tolist()
-
-
-def gradients(moe: GptOssMoE, x: Tensor, y: Tensor) -> list[Tensor]:
-    upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(4)).to(y.dtype)
-    return [y, *torch.autograd.grad(y, [x, *moe.parameters()], upstream)]
-
-
-def test_experts_equal_a_loop_over_tokens_also_where_they_are_clamped() -> None:
-    moe = mixture()
-    x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(9), requires_grad=True)
-    expected, clamped = by_token(moe, x)
-    assert min(clamped) > 0.05
-    found = gradients(moe, x, moe(x))
-    wanted = gradients(moe, x, expected)
-    names = ["y", "x", *(name for name, _ in moe.named_parameters())]
-    for name, one, other in zip(names, found, wanted, strict=True):
-        assert relative(one, other) < 2e-6, name
+def test_gates_and_what_they_multiply_are_clamped_as_in_transformers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs, _, args = pair("gpt_oss")
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if name.endswith("gate_up"):
+                parameter *= 6
+    theirs.load_state_dict(in_memory(SPEC.to_hf(ours.state_dict(), args)))
+    tokens = tokens_of(args)
+    found = ours(tokens)
+    expected = theirs(tokens).logits
+    assert relative(found, expected) < 1e-5
+    for out in (found, expected):
+        out.square().sum().backward()
+    names = SPEC.hf_names(args)
+    for name, parameter in ours.named_parameters():
+        assert relative(parameter.grad, theirs.get_parameter(names[name]).grad) < 2e-5, name
+    monkeypatch.setattr("titanlite.models.gpt_oss_layers._LIMIT", 1e9)
+    assert relative(ours(tokens), found) > 1e-2
 
 
 def test_an_expert_without_rows_has_no_gradient_and_harms_no_other() -> None:
-    moe = mixture()
+    moe = GptOssMoE(ARGS)
     with torch.no_grad():
+        for parameter in moe.parameters():
+            nn.init.normal_(parameter, std=0.9)
         moe.gate.bias[2] = -1e4
     x = torch.randn(1, 7, 32, requires_grad=True)
     moe(x).sum().backward()

@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
-from tests.support.hf import FAMILIES, TOML, config_flags, content, train_losses, written
+from tests.support.hf import TOML, config_flags, content, train_losses, written
+from tests.support.hf_compare import alone, differences, flags_of, on_ranks
 from tests.support.llamas import VARIANTS, built, tokens_of
 from tests.support.pool import Pools
 from tests.support.processes import python
-from titanlite import build, load_config
 from titanlite.config.errors import ConfigError
-from titanlite.dist.dist_env import DistEnv
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import Init, ShapeError, get_spec
 from titanlite.models.hf import args_from_hf
@@ -27,84 +25,21 @@ from titanlite.parallel.init import materialize
 from titanlite.resolve.load import check_config
 
 SPEC = get_spec("hf")
-TIED = {"qwen2", "gemma", "opt", "gpt2"}
-
-
-def reference(family: str, weights: dict[str, torch.Tensor]) -> Any:
-    """`transformers`' own model with these weights and its plainest attention."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-    config = CONFIG_MAPPING[family](**FAMILIES[family])
-    model = AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager", dtype=torch.float32
-    )
-    model.load_state_dict(
-        {**weights, **{n: weights[o] for n, o in SPEC.tied(args_from_hf(content(family))).items()}}
-    )
-    return model
-
-
-def _whole(tensor: Any) -> torch.Tensor:
-    found: torch.Tensor = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-    return found
-
-
-def _compare(
-    world: DistEnv, flags: list[str], family: str
-) -> tuple[float, float, dict[str, Any], int]:
-    """Largest differences from the reference of logits and of gradients, the initial weights,
-    sharded parameters.
-    """
-    parts = build(load_config(TOML, world.size, flags), world)
-    weights = {name: _whole(p) for name, p in parts.model.named_parameters()}
-    theirs = reference(family, weights)
-    tokens = torch.randint(2304, (2, 32), generator=torch.Generator().manual_seed(1))
-    found = parts.model(tokens)
-    expected = theirs(tokens).logits
-    for logits in (found, expected):
-        cross_entropy_sum(logits, tokens.roll(-1, 1)).div(64).backward()
-    gradients = {name: p.grad for name, p in theirs.named_parameters()}
-    # The bias of keys has no gradient but rounding: softmax does not see it.
-    least = 1e-4 * max(gradient.abs().max() for gradient in gradients.values())
-    worst = max(
-        float(
-            (_whole(p.grad) / world.size - gradients[n]).abs().max()
-            / gradients[n].abs().max().clamp(min=least)
-        )
-        for n, p in parts.model.named_parameters()
-    )
-    parts.close()
-    shards = sum(isinstance(p, DTensor) for p in parts.model.parameters())
-    return (
-        float((found - expected).abs().max()),
-        worst,
-        {n: w.numpy() for n, w in weights.items()},
-        shards,
-    )
+TIED = {"gemma", "opt", "gpt2"}
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_gradients_on_two_ranks_are_those_of_transformers(
+@pytest.mark.parametrize("family", ["gemma", "opt", "phi", "gpt2"])
+def test_gradients_on_two_ranks_are_those_of_transformers(
     pool: Pools, tmp_path: Path, family: str
 ) -> None:
-    flags = config_flags(tmp_path, written(tmp_path, family))
-    for logits, gradients, weights, shards in pool(2).run(_compare, flags, family):
-        assert logits < 1e-5
-        assert gradients < 2e-5
-        args = args_from_hf(content(family))
-        assert set(weights) == set(SPEC.hf_names(args))
-        assert shards == len(weights)
-        assert sum(w.size for w in weights.values()) == SPEC.count_parameters(args)
-        assert bool(SPEC.tied(args)) == (family in TIED)
-        for name, weight in weights.items():
-            rule = SPEC.init_rule(name, args)
-            exact = {"ones": 1.0, "zeros": 0.0}.get(rule.kind)
-            assert (
-                (weight == exact).all()
-                if exact is not None
-                else abs(weight.std() / rule.std - 1) < 0.1
-            )
+    found = pool(2).run(on_ranks, flags_of(tmp_path, family), False)[0]
+    expected = alone(family, found.weights, False)
+    # OPT's biases of keys have no gradient but rounding.
+    assert max(differences(found, expected).values()) < 2e-5
+    args = args_from_hf(content(family))
+    assert set(found.weights) == set(SPEC.hf_names(args))
+    assert bool(SPEC.tied(args)) == (family in TIED)
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +133,7 @@ def test_the_files_of_save_pretrained_have_its_names_and_its_config(tmp_path: Pa
     from safetensors import safe_open
 
     args = args_from_hf(content("gpt2"))
-    reference("gpt2", SPEC.build(args).state_dict()).save_pretrained(tmp_path)
+    SPEC.build(args).save_pretrained(tmp_path)  # type: ignore[operator]
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert set(file.keys()) == set(SPEC.hf_names(args))
     again = args_from_hf(json.loads((tmp_path / "config.json").read_text()))

@@ -31,10 +31,10 @@ MASKS = {"data__mask_documents": "true"}
 WITHIN = 2e-6
 
 
-def check(pool: Pools, folder: Path, kind: str, ranks: int, **keys: Any) -> None:
+def check(pool: Pools, folder: Path, kind: str, **keys: Any) -> None:
     """Hold a run against transformers."""
     documents = "data__mask_documents" in keys
-    results = pool(ranks).run(on_ranks, flags_of(folder, kind, **keys), documents)
+    results = pool(2).run(on_ranks, flags_of(folder, kind, **keys), documents)
     expected = alone(kind, results[0].weights, documents)
     for result in results:
         worst = differences(result, expected)
@@ -47,7 +47,7 @@ def check(pool: Pools, folder: Path, kind: str, ranks: int, **keys: Any) -> None
 def test_chunks_and_document_masks_on_two_ranks_are_exact(
     pool: Pools, tmp_path: Path, kind: str
 ) -> None:
-    check(pool, tmp_path, kind, 2, **MASKS, **CHUNKS)
+    check(pool, tmp_path, kind, **MASKS, **CHUNKS)
 
 
 def test_documents_matter_here() -> None:
@@ -110,7 +110,6 @@ def test_a_model_that_cannot_do_it_says_why(
     assert words in problem.message
 
 
-COMPILED = {"training__compile": "true"}
 BY_OP = {
     "activation_checkpoint__mode": "selective",
     "activation_checkpoint__selective_ac_option": "op",
@@ -118,18 +117,8 @@ BY_OP = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "keys"),
-    [
-        ("gpt_neox", {**MASKS, **BY_OP}),
-        ("cohere", {"compile__backend": "inductor", **MASKS}),
-    ],
-    ids=str,
-)
-def test_compiled_blocks_are_exact(
-    pool: Pools, tmp_path: Path, kind: str, keys: dict[str, Any]
-) -> None:
-    check(pool, tmp_path, kind, 2, **COMPILED, **keys)
+def test_compiled_blocks_are_exact(pool: Pools, tmp_path: Path) -> None:
+    check(pool, tmp_path, "gpt_neox", training__compile="true", **MASKS, **BY_OP)
 
 
 @pytest.mark.slow

@@ -7,46 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.models.test_families import LLAMA4, pair
 from tests.support.llamas import relative, tokens_of
 from titanlite.models import ShapeError, get_spec
-from titanlite.models.attention import attend
 from titanlite.models.counts import count_active_parameters
 from titanlite.models.document_attention import chunk_ids
-from titanlite.models.llama4_layers import ChunkedAttention, unit_norm
+from titanlite.models.llama4_layers import unit_norm
 from titanlite.models.rope import rope_frequencies
 from titanlite.models.rope_scaling import RopeScaling
 
 SPEC = get_spec("llama4")
-
-
-def heads(batch: int, seq: int) -> list[Tensor]:
-    """q of 4 heads, k and v of 2, in the layout that attention gets."""
-    made = []
-    for number, count in enumerate((4, 2, 2)):
-        generator = torch.Generator().manual_seed(number)
-        made.append(torch.randn(batch, seq, count, 8, generator=generator, requires_grad=True))
-    return made
-
-
-@pytest.mark.parametrize(("seq", "chunk"), [(24, 8), (26, 8), (5, 8)], ids=str)
-def test_chunks_equal_a_mask(seq: int, chunk: int) -> None:
-    inputs = heads(3, seq)
-    q, k, v = (one.transpose(1, 2) for one in inputs)
-    numbers = torch.arange(seq) // chunk
-    seen = (numbers[:, None] == numbers) & torch.ones(seq, seq, dtype=torch.bool).tril()
-    found = ChunkedAttention(chunk)(q, k, v, None)
-    expected = attend(q, k, v, seen)
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
-    upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(4))
-    for one, other in zip(
-        torch.autograd.grad(found, inputs, upstream),
-        torch.autograd.grad(expected, inputs, upstream),
-        strict=True,
-    ):
-        torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-5)
 
 
 def test_chunks_are_counted_from_the_beginning_of_a_document() -> None:

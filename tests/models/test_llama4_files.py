@@ -214,12 +214,3 @@ def test_a_tensor_that_is_there_twice_is_an_error(folder: Path, tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps(read(folder)))
     with pytest.raises(CheckpointError, match=r"both .*model.norm.weight and .*take one of them"):
         open_weights(tmp_path)
-
-
-def test_an_unknown_tensor_is_an_error(folder: Path, tmp_path: Path) -> None:
-    files = stored(folder)
-    files["language_model.model.layers.0.extra"] = torch.ones(2)
-    save_file(files, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(read(folder)))
-    with pytest.raises(CheckpointError, match=r"layers\.0\.extra"):
-        convert(tmp_path, tmp_path / "out", "hf")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tests.models.test_document_attention import LENGTHS, numbers
+from tests.models.test_document_attention import LENGTHS, formula, numbers, seen_by
 from tests.support.llamas import relative
 from tests.support.watch import Watch
 from titanlite.models.sinks import SinkAttention, attend_in_window, attend_masked
@@ -22,26 +22,6 @@ def inputs(queries: int = 48, keys: int = 48) -> list[Tensor]:
     k = torch.randn(3, 2, keys, 16)
     v = torch.randn(3, 2, keys, 16)
     return [q, k, v, torch.tensor([-2.0, 0.0, 1.0, 5.0]), torch.randn(3, 4, queries, 16)]
-
-
-def seen_by(queries: int, keys: int, window: int | None, doc_ids: Tensor | None) -> Tensor:
-    """Which keys each query sees, from the places of both."""
-    place = torch.arange(keys - queries, keys).unsqueeze(1)
-    back = place - torch.arange(keys)
-    seen = (back >= 0) & (back < (window or keys))
-    if doc_ids is None:
-        return seen
-    return (seen & (doc_ids[:, :, None] == doc_ids[:, None, :])).unsqueeze(1)
-
-
-def formula(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen: Tensor) -> Tensor:
-    """Every score, and the sink as one more of them."""
-    groups = q.size(1) // k.size(1)
-    k = k.repeat_interleave(groups, 1)
-    v = v.repeat_interleave(groups, 1)
-    scores = (q @ k.mT * q.size(-1) ** -0.5).masked_fill(~seen, -torch.inf)
-    column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    return torch.cat([scores, column], 3).softmax(3)[..., :-1] @ v
 
 
 def results(y: Tensor, leaves: list[Tensor], upstream: Tensor) -> list[Tensor]:
@@ -63,7 +43,8 @@ def test_windows_and_documents_equal_the_formula(dtype: torch.dtype, within: flo
             exact = copies(given)
             q, k, v, sinks = ours
             y = attention(q, k, v, attention.prepare(doc_ids), sinks)
-            expected = formula(*exact, seen_by(48, 48, window, doc_ids))
+            *qkv, sinks = exact
+            expected = formula(*qkv, seen_by(48, 48, window, doc_ids), sinks)
             found = results(y, ours, upstream)
             wanted = results(expected, exact, upstream.float())
             for name, one, other in zip("yqkvs", found, wanted, strict=True):
@@ -78,7 +59,8 @@ def test_fewer_queries_than_keys(window: int | None, queries: int) -> None:
     *given, upstream = inputs(queries=queries)
     seen = seen_by(queries, 48, window, None)
     exact = copies(given, torch.float64)
-    wanted = results(formula(*exact, seen), exact, upstream.double())
+    *qkv, sinks = exact
+    wanted = results(formula(*qkv, seen, sinks), exact, upstream.double())
     ways = {
         "kernel": lambda q, k, v, sinks: attend_in_window(q, k, v, sinks, window),
         "mask": lambda q, k, v, sinks: attend_masked(q, k, v, sinks, seen),

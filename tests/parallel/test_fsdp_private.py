@@ -17,6 +17,8 @@ from titanlite.parallel.fsdp_private import (
     FSDPParam,
     ReduceScatter,
     parameter_groups,
+    prefetched_in_backward,
+    shares_group,
     streams_of,
 )
 
@@ -74,6 +76,9 @@ def _names_that_torch_lacks(world: DistEnv) -> list[str]:
         missing += _missing(group, ASKED_OF_GROUPS)
         for parameter in group.fsdp_params:
             missing += _missing(parameter, ASKED)
+    missing += _missing(model._get_fsdp_state(), ["_modules", "_states_to_backward_prefetch"])
+    if shares_group(model[0]) or prefetched_in_backward(model[0]):
+        missing.append("a module without a group of others, and torch's own choice of gathers")
     loss = model(torch.ones(2, 8)).sum()
     missing += _missing(streams_of(model), ["reduce_scatter_stream"])
     for parameter in groups[0].fsdp_params:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from msgspec import to_builtins
 
 import benchmarks.levels as levels
-from benchmarks.levels import RunFigures, levels_of, summarize
+from benchmarks.levels import levels_of
 from tests.support.processes import ROOT
 from tests.support.run_folders import begin, end, training_row, write_metrics, written
 from titanlite.config.load import read
@@ -68,16 +67,6 @@ def test_levels_take_turns_and_a_failed_run_is_made_again(
     assert (default["memory_gib"], default["loss"]) == (2.5, pytest.approx(8.4))
     assert (default["loss_difference"], default["loss_spread"]) == (None, 0)
     assert compiled["loss_difference"] == pytest.approx(0.001)
-
-
-def test_a_loss_that_is_no_number_is_not_hidden() -> None:
-    for losses in ({1: math.nan, 2: 7.5}, {1: 8.5, 2: math.nan}):
-        runs = [
-            RunFigures(level, 1, 1.0, None, None, values)
-            for level, values in {"default": {1: 8.0, 2: 7.0}, "compile": losses}.items()
-        ]
-        difference = summarize(["default", "compile"], runs)[1].loss_difference
-        assert difference is not None and math.isnan(difference)
 
 
 def values(*arguments: str) -> dict[str, Any]:

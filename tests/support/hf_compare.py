@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tests.support.hf import TOML
+from tests.support.hf import FAMILIES, TOML
 from titanlite import load_config
 from titanlite.assembly.loaders import data_parallel_rank
 from titanlite.assembly.model import build_model
@@ -39,7 +39,6 @@ _SIZES: dict[str, Any] = {
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {**_SIZES, "attention_bias": True},
     "qwen3": {**_SIZES, "head_dim": 32, "tie_word_embeddings": True},
-    "gemma2": {**_SIZES, "head_dim": 16, "sliding_window": 5, "final_logit_softcapping": 2.0},
     "gemma3_text": {
         **_SIZES,
         "head_dim": 16,
@@ -48,8 +47,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
     },
     "gpt_neox": {**_SIZES, "rotary_pct": 0.5},
-    "olmo2": _SIZES,
-    "cohere": {**_SIZES, "logit_scale": 0.25},
 }
 #: With experts; four ranks can share the widths.
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -64,14 +61,13 @@ MIXTURES: dict[str, dict[str, Any]] = {
     | {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
     | {"first_k_dense_replace": 1, "num_key_value_heads": 4},
     "olmoe": {**_SIZES, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": False},
-    "qwen2_moe": {**_SIZES, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
-    | {"num_experts": 4, "num_experts_per_tok": 2},
 }
 
 
 def sizes_of(kind: str) -> dict[str, Any]:
     """The config.json of an architecture, without its type and vocabulary."""
-    return {**ARCHITECTURES, **MIXTURES}[kind]
+    sizes = {**FAMILIES, **ARCHITECTURES, **MIXTURES}[kind]
+    return {name: size for name, size in sizes.items() if name != "vocab_size"}
 
 
 def flags_of(folder: Path, kind: str, **keys: Any) -> list[str]:

@@ -23,10 +23,3 @@ class Breaks(Callback):
     def on_step_end(self, trainer: Any, result: Any) -> None:
         if trainer.step == 3:
             raise ValueError("this callback breaks")
-
-
-class ShowsRunId(Callback):
-    """Prints the id by which the environment names a tracked run."""
-
-    def on_start(self, trainer: Any) -> None:
-        print("run id:", os.environ.get("WANDB_RUN_ID"), flush=True)

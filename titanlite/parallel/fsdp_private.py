@@ -40,3 +40,15 @@ def streams_of(model: nn.Module) -> Any:
     pass on.
     """
     return cast(FSDPModule, model)._get_fsdp_state()._comm_ctx
+
+
+def shares_group(module: FSDPModule) -> bool:
+    """Return whether `fully_shard` made one group of a module and others."""
+    state: Any = module._get_fsdp_state()
+    return len(state._modules) > 1
+
+
+def prefetched_in_backward(module: FSDPModule) -> list[FSDPModule]:
+    """Return the modules whose weights a module's backward gathers ahead; none: torch chooses."""
+    state: Any = module._get_fsdp_state()
+    return [one._modules[0] for one in state._states_to_backward_prefetch]

@@ -52,7 +52,7 @@ def slopes(lines: list[Line], mup: bool) -> dict[str, float]:
         # Heads get wider, and not more.
         ("llama3", "AdamW", Mup(64, {"n_heads": 4}), {"n_heads": 4, "tied": True}),
         ("mixtral", "AdamW", Mup(), {}),
-        pytest.param("deepseek_v3", "Muon", Mup(), {}, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "AdamW", Mup(), {}, marks=pytest.mark.slow),
     ],
 )
 def test_changes_do_not_depend_on_the_width_and_do_without(

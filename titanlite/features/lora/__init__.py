@@ -79,6 +79,11 @@ class LoraFeature(Feature):
 
         freeze(model)
 
+    def after_sharding(self, builder: ModelBuilder, model: nn.Module) -> None:
+        from titanlite.features.lora.modules import skip_unused_gathers
+
+        skip_unused_gathers(model)
+
     def init_rule(self, rule: InitRule, spec: ModelSpec, args: Any) -> InitRule:
         adapters = self.adapters(spec, args)
 

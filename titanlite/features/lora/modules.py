@@ -15,10 +15,12 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from titanlite.checkpoint.storage import adapter_names
 from titanlite.features.lora.settings import DOWN, UP, Adapters
 from titanlite.parallel.feature_linear import FeatureLinear
+from titanlite.parallel.fsdp_private import prefetched_in_backward, shares_group
 
 
 def add_adapters(
@@ -57,6 +59,33 @@ def freeze(model: nn.Module) -> None:
     trained = adapter_names(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
+
+
+def skip_unused_gathers(model: nn.Module) -> None:
+    """Let no backward gather groups before the first adapter, as a frozen embedding.
+
+    torch gathers one group ahead, and the backward never comes to these. Call it after
+    `fully_shard`.
+    """
+    idle: list[FSDPModule] = []
+    first: FSDPModule | None = None
+    for module in model.modules():
+        # Modules of one group share its weights, which may be needed later.
+        if not isinstance(module, FSDPModule) or module is model or shares_group(module):
+            continue
+        if adapter_names(module):
+            first = module
+            break
+        idle.append(module)
+    if first is None or not idle:
+        return
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            later = prefetched_in_backward(module)
+            needed = [one for one in later if one not in idle]
+            if module is first or len(needed) < len(later):
+                # Gathered already; an empty list would mean torch's own choice.
+                module.set_modules_to_backward_prefetch(needed or [module])
 
 
 # One class for all linears of a kind: `torch.compile` compiles each class again.

@@ -62,6 +62,7 @@ def test_each_size_has_a_trunk_and_shorter_branches_from_it(tmp_path: Path) -> N
             "checkpoint.start",
             "checkpoint.interval",
             "checkpoint.milestones",
+            "checkpoint.initial_load_model_only",
         }
         member = branch.member(tmp_path)
         folder = tmp_path / trunk.name / "checkpoint" / f"step-{branch.begins}"

@@ -56,7 +56,6 @@ _COMMON = (
     "--checkpoint.last_save_in_hf=false",
     # A branch loads all that its trunk saved.
     "--checkpoint.exclude_from_loading=[]",
-    "--checkpoint.initial_load_model_only=false",
 )
 _IN_A_FILE = "write it into the file: the runs of a ladder have lengths of their own"
 #: Keys that a command line cannot have beside the flags of a run → what to do instead.
@@ -163,6 +162,8 @@ def _of_model(target: Target, shape: Shape, seed: int) -> Iterator[Rung]:
             f"--checkpoint.interval={max(end // _SAVES, 1) if is_trunk else end}",
             f"--checkpoint.milestones={quote(begins[:-1] if is_trunk else [])}",
         )
+        if not is_trunk:
+            flags += ("--checkpoint.initial_load_model_only=false",)
         yield Rung(
             name=names[place],
             shape=shape,
