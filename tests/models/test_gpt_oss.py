@@ -147,6 +147,11 @@ def test_biases_and_sinks_begin_at_zero_and_have_no_decay() -> None:
     assert len(muon["params"]) == 2 * (4 + 1 + 2)
 
 
+def test_windows_are_in_every_second_block() -> None:
+    args = replace(ARGS, n_layers=4)
+    assert [block.window for block in args.blocks().values()] == [128, None, 128, None]
+
+
 def test_biases_of_experts_have_no_name_in_files() -> None:
     args = replace(ARGS, bias_update=0.001)
     for function in (SPEC.hf_names, SPEC.hf_config):
