@@ -128,13 +128,10 @@ def test_files_known_by_name_are_no_text(tmp_path: Path) -> None:
     ("path", "split"),
     [
         ("train.jsonl", "train"),
-        ("data/val-00000-of-00001.parquet", "validation"),
         ("data/train_sft-00000-of-00003.parquet", "train_sft"),
         ("data/part-00000-of-00003.parquet", None),
         ("x_dev.2.txt", "validation"),
-        ("Test/a.txt", "test"),
         ("evaluation/train.txt", "test"),
-        ("train2.jsonl", "train"),
         ("latest.txt", None),
         ("devices/valid8.txt", "validation"),
     ],

@@ -129,7 +129,7 @@ from titanlite.data.text import build_dataset
 from titanlite.data.tokenizer import load_tokenizer
 tokenizer = load_tokenizer()
 data = Data(streaming=True, num_workers=2)
-rows = build_dataset(Training(seq_len=4096), data, tokenizer, tokenizer.vocab_size)
+rows = build_dataset(Training(seq_len=512), data, tokenizer, tokenizer.vocab_size)
 busy, asleep = (Prefetcher(TrainLoader(rows, 64, 64)) for _ in range(2))
 busy.next_step()
 asleep.loader.next_step = lambda: time.sleep(600)

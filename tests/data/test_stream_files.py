@@ -20,15 +20,11 @@ from tests.support.hub_server import HubServer
 from tests.support.processes import python
 from tests.support.s3 import new_bucket, serving
 from tests.support.shards import LINES, TEXTS, write_c4
-from titanlite.config.data_sections import Data
-from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.listing import Place
 from titanlite.data.records import Columns
 from titanlite.data.stream_files import url_text
-from titanlite.data.text import build_dataset
 from titanlite.data.text_files import TextFiles
-from titanlite.data.tokenizer import load_tokenizer
 
 pytest.importorskip("aiohttp")
 
@@ -163,15 +159,6 @@ def test_s3_text_with_faults(server: HubServer, monkeypatch: pytest.MonkeyPatch)
             match=r"a.jsonl.gz cannot be read at byte 0, \d+ attempts .*(reduce|SlowDown)",
         ):
             list(read(names[0], patience=1.0))
-
-
-def test_an_empty_file_that_is_read_at_the_start_is_named(server: HubServer) -> None:
-    (server.root / "files/empty.jsonl").write_bytes(b"")
-    training = Training(dataset_path=f"{server.url}/files/empty.jsonl?key=secret", seq_len=8)
-    with pytest.raises(
-        DataError, match=r"no records in http://.*/files/empty.jsonl: the files are empty"
-    ):
-        build_dataset(training, Data(streaming=False), load_tokenizer(), 2304)
 
 
 CLIENT = """
