@@ -15,7 +15,8 @@ from titanlite.runs import ATTEMPTS
 from titanlite.runs.attempts import read_attempts
 from titanlite.runs.goodput import goodput_of
 from titanlite.runs.read import TASKS, Run, find_runs, read_run
-from titanlite.utils import Table, escape_name, render
+from titanlite.runs.tables import Table, render
+from titanlite.utils import escape_name
 
 
 def add_command(commands: Commands) -> None:
