@@ -24,10 +24,11 @@ from titanlite.config.load import read
 from titanlite.config.toml import quote
 from titanlite.contrib.lab.members import Member, MemberError, check_members, run_members
 from titanlite.contrib.processes import tell
-from titanlite.dist.process_settings import count_gpus
+from titanlite.dist.count_gpus import count_gpus
 from titanlite.resolve.load import resolve
 from titanlite.runs.read import Row, Run, read_run
-from titanlite.utils import Table, atomic_write, render
+from titanlite.runs.tables import Table, render
+from titanlite.utils import atomic_write
 
 RESULTS = "levels.json"
 #: Name of a level → the keys that it switches on beside those before it.

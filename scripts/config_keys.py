@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 from typing import Any, Union
 
+import jinja2
 import msgspec
 
 from titanlite.cli.config import summary
@@ -24,7 +25,6 @@ from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED, Unsupported
 from titanlite.config.value_types import Section
 from titanlite.config.written_values import SWEEP
-from titanlite.utils import templates
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "config-keys.md"
@@ -43,7 +43,13 @@ def markdown() -> str:
                 tables.append((key.name, [_row(one) for one in Key.all_of(key.name, table)]))
         rows = [(*_row(key), _other_names(key)) for key in own]
         found.append((section, summary(owner), rows, tables))
-    template = templates(Path(__file__).parent).get_template("config-keys.md.jinja")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    template = environment.get_template("config-keys.md.jinja")
     return template.render(
         sections=found,
         sweep=_SWEEP_ROWS,

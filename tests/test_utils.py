@@ -7,14 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.utils import (
-    append_line,
-    human_bytes,
-    human_count,
-    human_time,
-    progress_text,
-    read_lines,
-)
+from titanlite.runs.lines import read_lines
+from titanlite.utils import append_line, human_bytes, human_count, human_time, progress_text
 
 
 def test_times_counts_and_bytes_as_people_read_them() -> None:

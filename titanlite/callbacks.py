@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from titanlite.config.dotted_paths import module_name
 from titanlite.exit_codes import is_of_collectives, no_exit, own_code
 from titanlite.utils import logger
 
@@ -198,5 +197,7 @@ class Callbacks:
 
 
 def _name(callback: Callback) -> str:
+    from titanlite.config.dotted_paths import module_name
+
     kind = type(callback)
     return f"callback {module_name(kind.__module__)}:{kind.__qualname__}"

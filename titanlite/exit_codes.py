@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
@@ -193,6 +194,14 @@ def report_code(code: int, error: str = "") -> bool:
         file.seek(0)
         return line not in file.read(end - len(line)).decode().splitlines(keepends=True)
     return True
+
+
+def exit_now(code: int, last_error: str = "") -> NoReturn:
+    """End this process here and now, when all that it has printed is written."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # its reader may be gone
+            stream.flush()
+    end_process(code, last_error)
 
 
 def end_process(code: int, error: str = "") -> NoReturn:

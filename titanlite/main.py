@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from titanlite import exit_codes
-from titanlite.assembly import failure
 from titanlite.assembly.tested_machines import system_problem
 from titanlite.config.dotted_keys import dotted_paths
 from titanlite.config.errors import ConfigError
@@ -25,11 +24,10 @@ from titanlite.dist.signals import (
     SIGNALS,
     StopRequested,
     StopSignal,
-    end_with_parent,
     exit_on_signals,
 )
 from titanlite.resolve.load import check_config
-from titanlite.utils import MissingPackageError, logger, require, say
+from titanlite.utils import MissingPackageError, logger, require
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -49,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Train as the command line says (None: that of the process), and end the process."""
     problem = system_problem()
     if problem:
-        sys.exit(failure.print_error(problem, exit_codes.CONFIG))
+        sys.exit(_print_error(problem, exit_codes.CONFIG))
     run_rank(run, sys.argv[1:] if argv is None else argv)
 
 
@@ -57,6 +55,8 @@ def run_rank(work: Callable[..., int], *arguments: object) -> NoReturn:
     """Do the work of one rank, which returns its exit code, and end the process by that code."""
     exit_on_signals(*SIGNALS)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a torchrun that is killed tells its workers nothing
+        from titanlite.dist.parent_death import end_with_parent
+
         end_with_parent(signal.SIGTERM)
     last_error = ""
     try:
@@ -64,11 +64,13 @@ def run_rank(work: Callable[..., int], *arguments: object) -> NoReturn:
     except (StopRequested, KeyboardInterrupt) as error:  # it came while the work was ending
         code = exit_codes.code_of(error)
     except Exception as error:
+        from titanlite.assembly.failure import print_unforeseen
+
         code = exit_codes.ERROR
-        last_error = failure.print_unforeseen(error)
+        last_error = print_unforeseen(error)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # a signal after the run does not change its code
-    failure.exit_now(code, last_error)
+    exit_codes.exit_now(code, last_error)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -89,7 +91,7 @@ def run(argv: Sequence[str]) -> int:
             return exit_codes.DONE
         require("torch")
     except (ConfigError, ParallelismError, MissingPackageError) as error:
-        return failure.print_error(str(error), error.exit_code)
+        return _print_error(str(error), error.exit_code)
     with _without_collector():
         import titanlite.assembly.build  # noqa: F401
         from titanlite.trainer import Trainer
@@ -109,15 +111,23 @@ def run(argv: Sequence[str]) -> int:
             for callback in parts.callbacks:
                 callback.on_exit(stop)
         except (StopRequested, KeyboardInterrupt) as error:
-            return _stopped(error)
+            from titanlite.assembly.failure import print_stop
+
+            return print_stop(error)
         except SystemExit as error:
             raise exit_codes.ExitCallError("code that the config names", error) from error
         except Exception as error:
             code = exit_codes.code_of(error)
             if code == exit_codes.ERROR:
                 raise
-            return failure.print_error(rank.message(error, code), code)
+            return _print_error(rank.message(error, code), code)
     return exit_codes.DONE
+
+
+def _print_error(message: str, code: int) -> int:
+    from titanlite.assembly.failure import print_error
+
+    return print_error(message, code)
 
 
 @contextlib.contextmanager
@@ -133,25 +143,6 @@ def _without_collector() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def _import_compiler() -> None:
-    """Import torch's compiler.
-
-    FSDP and the optimizers of torch import it at their first call, also in a run that compiles
-    nothing.
-    """
-    # A torch without it has nothing to import.
-    with _without_collector(), contextlib.suppress(ImportError):
-        import torch._dynamo  # noqa: F401
-
-
-def _stopped(error: BaseException) -> int:
-    """Return the code of a run that was asked to stop; say so where nothing has logged it."""
-    together = getattr(error, "together", False)
-    if not together and os.environ.get("LOCAL_RANK", "0") == "0":
-        say(f"stopped: {str(error) or 'second Ctrl-C'}")
-    return exit_codes.code_of(error)
 
 
 class _Rank:
@@ -183,8 +174,10 @@ class _Rank:
         callbacks = self.load_code()
         # Before what takes longer on one rank than on another.
         self.store = connect_store()
-        # After the code of the user, which may set variables for it.
-        _import_compiler()
+        # FSDP and optimizers import torch's compiler at their first call. After the code of the
+        # user, which may set variables for it.
+        with _without_collector(), contextlib.suppress(ImportError):
+            import torch._dynamo  # noqa: F401
         with contextlib.ExitStack() as held:
             if self.store is not None:
                 from titanlite.dist.rendezvous import report_failure
@@ -209,20 +202,28 @@ class _Rank:
 
     def load_code(self) -> list[Callback]:
         """Set up the console and load the functions and callbacks that the config names."""
-        from titanlite.assembly.own_callbacks import check_trackers, load_callbacks
         from titanlite.metrics.console import setup_console
 
         setup_console(self.environment.rank, self.config.metrics.enable_color_printing)
         if self.environment.rank == 0:
-            _log_files(self.asked.files)
+            if self.asked.files:
+                logger.info(f"config: {', '.join(self.asked.files)}")
+            else:
+                logger.warning(
+                    "no --job.config_file is given: this run has the defaults and your flags; "
+                    "train_configs/ has configs to start from"
+                )
         if any(dotted_paths(self.asked)):
             from titanlite.config.own_functions import load_functions
 
             load_functions(self.asked)
-        if self.config.metrics.tracker_names:
-            check_trackers(self.config.metrics.tracker_names, self.asked.place("metrics.trackers"))
-        place = self.asked.place("job.callbacks")
-        return load_callbacks(self.config.job.callbacks, place)
+        callbacks, trackers = self.config.job.callbacks, self.config.metrics.tracker_names
+        if not callbacks and not trackers:
+            return []
+        from titanlite.assembly.own_callbacks import check_trackers, load_callbacks
+
+        check_trackers(trackers, self.asked.place("metrics.trackers"))
+        return load_callbacks(callbacks, self.asked.place("job.callbacks"))
 
     def prepare(self, held: contextlib.ExitStack) -> Datasets:
         """Check machine and folders, read the text, and check the model; return the text.
@@ -252,52 +253,35 @@ class _Rank:
     @contextlib.contextmanager
     def opened(self) -> Iterator[DistEnv]:
         """Start the process group, this rank's log and the watchdog, and end them."""
-        from titanlite.assembly.folders import TRACES
         from titanlite.dist.dist_env import DistEnv
-        from titanlite.runs.logs import FOLDER as LOGS
+        from titanlite.runs import TRACES
         from titanlite.runs.logs import rank_log
 
-        comm = self.config.comm
-        traces = str(self.folder / TRACES)
+        stall, comm = self.config.stall, self.config.comm
         world = DistEnv.open(
             store=self.store,
             init_timeout_seconds=comm.init_timeout_seconds,
             trace_buf_size=comm.trace_buf_size,
-            trace_folder=traces,
+            trace_folder=str(self.folder / TRACES),
         )
         with world as entered, rank_log(self.folder, self.environment.rank):
             if entered.size > 1:
                 from titanlite.metrics.watchdog import HangWatchdog
 
-                traces = traces if entered.device.type == "cuda" else ""
-                logs = str(self.folder / LOGS)
-                self.watchdog = HangWatchdog(
-                    self.config.stall, comm, logs, traces, failure.exit_now
-                )
+                self.watchdog = HangWatchdog(stall, comm, self.folder, exit_codes.exit_now)
             with self.watchdog:
                 yield entered
 
     def message(self, error: Exception, code: int) -> str:
         """Return what to print of an expected error."""
+        from titanlite.assembly import failure
+
         if code != exit_codes.OUT_OF_MEMORY:
             return failure.explain(error, self.config, self.asked, self.watchdog.verdict)
         # torchrun's SIGTERM, when the first other rank ends, must not cut the report off.
         self.stop.at_once = False
         rank, phase = self.environment.rank, self.watchdog.where
         return failure.explain_memory(error, self.config, rank, phase, self.store)
-
-
-def _log_files(files: Sequence[str]) -> None:
-    """Log the config files; warn if there is none, since a run with defaults alone is rarely
-    intended.
-    """
-    if files:
-        logger.info(f"config: {', '.join(files)}")
-    else:
-        logger.warning(
-            "no --job.config_file is given: this run has the defaults and your flags; "
-            "train_configs/ has configs to start from"
-        )
 
 
 if __name__ == "__main__":

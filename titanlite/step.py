@@ -186,7 +186,7 @@ class TrainStep:
             share = self.runner.forward_backward(batches, tokens, self.phase)
         self.phase("optimizer")
         layers = square_norms(self.model, share.device) if self.layer_norms else {}
-        square = self._square_norm(share.device)
+        square = (early or self).square_norm(share.device)
         sums = torch.stack([share / self.factors.loss, square, *layers.values()])
         dist.all_reduce(sums)
         loss = sums[0]
@@ -211,10 +211,8 @@ class TrainStep:
             self.balance.update(ok)
         self.after_update()
 
-    def _square_norm(self, device: torch.device) -> torch.Tensor:
+    def square_norm(self, device: torch.device) -> torch.Tensor:
         """Return this rank's share of the squared gradient norm."""
-        if self.in_backward:
-            return self.in_backward.square_norm(device)
         return square_norm(self.model.parameters(), device)
 
     def _update(self, norm: torch.Tensor, ok: torch.Tensor, lr: float) -> None:

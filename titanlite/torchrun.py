@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from titanlite import exit_codes
-from titanlite.dist.process_settings import raise_file_limit
+from titanlite.dist.open_files import raise_file_limit
 from titanlite.dist.signals import exit_on_signals
 from titanlite.utils import escape, say
 
@@ -143,6 +143,7 @@ def _count_failures() -> None:
 def _keep_to_codes() -> None:
     """Let torchrun start no rank again after a stop request, or an end that would come again."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     agent: Any = LocalElasticAgent
     monitor = agent._monitor_workers
@@ -151,22 +152,18 @@ def _keep_to_codes() -> None:
         result = monitor(self, group)
         codes = {failure.exitcode for failure in result.failures.values()}
         final = codes.intersection(exit_codes.FINAL)
-        if final - set(exit_codes.STOPPED) or (final and not _others_wait(group)):
+        if not final:
+            return result
+        # Where machines wait to join, another torchrun may have stopped all ranks.
+        others_wait = False
+        # The machine of the store may have left.
+        with suppress(RendezvousError):
+            others_wait = group.spec.rdzv_handler.num_nodes_waiting() > 0
+        if final - set(exit_codes.STOPPED) or not others_wait:
             self._remaining_restarts = 0
         return result
 
     agent._monitor_workers = monitor_and_judge
-
-
-def _others_wait(group: Any) -> bool:
-    """Return whether machines wait to join: then another torchrun may have stopped all ranks."""
-    from torch.distributed.elastic.rendezvous import RendezvousError
-
-    try:
-        return bool(group.spec.rdzv_handler.num_nodes_waiting() > 0)
-    except RendezvousError:
-        # The machine of the store has left.
-        return False
 
 
 @dataclass

@@ -5,28 +5,22 @@ is bad.
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from titanlite import exit_codes
 from titanlite.callbacks import Callbacks, RunEnd
-from titanlite.checkpoint.errors import CheckpointError
-from titanlite.checkpoint.loaded import LEFT_OUT
-from titanlite.data import file_stamps
-from titanlite.data.loader import Batch, Fetched, gather_state, to_device
-from titanlite.dist.dist_env import log_once
+from titanlite.data.loader import Batch, Fetched, to_device
 from titanlite.dist.signals import StopRequested, StopSignal
 from titanlite.optim.bad_step_errors import BadStepError
-from titanlite.utils import human_time, logger
+from titanlite.utils import logger
 from titanlite.validation import ValidationResult
 
 if TYPE_CHECKING:
     from titanlite.assembly.build import TrainingComponents
     from titanlite.checkpoint.loaded import LoadedState
-    from titanlite.checkpoint.manager import Checkpointer
 
 
 class Trainer:
@@ -111,16 +105,10 @@ class Trainer:
             parts.train_step.before_update = lambda: self.callbacks("before_update", self)
         kept = "CHECKPOINTS ARE OFF: nothing will be saved"
         if parts.checkpointer is not None:
+            from titanlite.checkpoint.resume import load
+
             kept = "then a checkpoint is written"
-            text = parts.datasets.train
-            batch: Any = parts.run.batch.global_batch_size
-            if parts.phases is not None:
-                batch = parts.phases.batch_difference
-            expected = {
-                "global_batch": batch,
-                file_stamps.TEXT_FILES: lambda saved, *_: file_stamps.difference(saved, text),
-            }
-            self.loaded = parts.checkpointer.load(parts.model, parts.optimizer, expected)
+            self.loaded = load(parts)
         self.stop.notice = f"stopping within two steps, {kept}"
         loaded = self.loaded
         if loaded is not None and (loaded.origin == "resume" or loaded.step or loaded.train):
@@ -251,14 +239,13 @@ class Trainer:
         saves = self.parts.saves
         if saves is None:
             return
-        validation_loss = None
-        if self.validated is not None and self.validated[0] == self.step:
-            validation_loss = self.validated[1].all.loss
         if saves.schedule.due(self.step) or self.step == self.steps or self.stopping:
+            from titanlite.checkpoint.write import write_checkpoint
+
             self.phase("save")
             self.sync_guard()
             saves.schedule.begin(self.step)
-            _write_checkpoint(self, saves.checkpointer, validation_loss)
+            write_checkpoint(self, saves.checkpointer)
             self.poll_saves()
             self.good_steps = 0
         else:
@@ -270,41 +257,10 @@ class Trainer:
         wait: until they have; all ranks call that together.
         """
         saver = self.parts.checkpointer
-        if saver is None:
-            return
-        if wait and saver.is_async:
-            with contextlib.suppress(CheckpointError):
-                saver.wait()
-        while (outcome := saver.poll()) is not None:
-            if outcome.problem:
-                logger.error(_failed(outcome.step, outcome.problem))
-            else:
-                self.saved_step = outcome.step
-                self.callbacks("on_save", self, outcome.step, outcome.folder, outcome.seconds)
+        if saver is not None:
+            from titanlite.checkpoint.write import report_saves
 
-    def train_state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds besides tensors. All ranks call it together."""
-        parts = self.parts
-        state = {
-            "data": gather_state(parts.loader.state_dict(), parts.datasets.train),
-            "tokens_seen": self.tokens_seen,
-            "global_batch": parts.course.size(self.step).sequences,
-            "schedule_began": parts.learning_rate.began,
-            "schedule": parts.learning_rate.record(),
-            LEFT_OUT: list(parts.run.checkpoint.exclude_from_loading),
-        }
-        files = file_stamps.record(parts.datasets.train)
-        if files:
-            state[file_stamps.TEXT_FILES] = files
-        if parts.learning_rate.began_tokens:
-            state["schedule_began_tokens"] = parts.learning_rate.began_tokens
-        statistics = parts.train_step.guard.state_dict()
-        if statistics:
-            state["guard"] = statistics
-        for name in self.owed:
-            state[f"{name}_owed"] = True
-        self.callbacks.add_state(self, state)
-        return state
+            report_saves(self, saver, wait)
 
     def phase(self, name: str) -> None:
         """Tell the callbacks what begins. All ranks go through the same phases."""
@@ -330,60 +286,9 @@ class Trainer:
                 end.state = "stopped"
                 end.step = error.done
                 end.reason = str(error)
+                from titanlite.metrics.anomalies import explain
+
                 self.phase("end")
                 self.poll_saves(wait=True)
-                if not error.applied:  # else the step cannot be computed again
-                    from titanlite.metrics.anomalies import explain
-
-                    runner = self.parts.train_step.runner
-                    explain(error, self.parts.model, runner, self.recent[error.step])
+                explain(self, error)
                 end.reason = str(error)
-                self.parts.anomalies.stopped(error, self.recent[error.step])
-
-
-def _write_checkpoint(trainer: Trainer, saver: Checkpointer, validation_loss: float | None) -> None:
-    """Write a checkpoint now; the last one of a run is complete when this returns."""
-    parts = trainer.parts
-    last_step = trainer.step == trainer.steps
-    last = last_step or trainer.stopping
-    weights_only = None
-    if last_step and not trainer.owed and parts.run.checkpoint.model_weights_only:
-        weights_only = parts.run.checkpoint.export_dtype
-    started = time.perf_counter()
-    try:
-        folder = saver.save(
-            trainer.step,
-            parts.model,
-            parts.optimizer,
-            trainer.train_state(),
-            weights_only=weights_only,
-            validation_loss=validation_loss,
-            trackers=parts.trackers(),
-            proven=trainer.good_steps > 0,
-        )
-        if not last:  # a stop that came while it was written needs no second save
-            last = trainer.stopping = trainer.stop.requested_anywhere()
-        stood = time.perf_counter() - started
-        if last:
-            saver.wait()
-    except CheckpointError as error:
-        if last_step:
-            raise
-        log_once(logging.ERROR, _failed(trainer.step, error))
-        return
-    if not saver.is_async:
-        trainer.saved_step = trainer.step
-        trainer.callbacks("on_save", trainer, trainer.step, folder, stood)
-    elif last:
-        # All ranks have waited for it; rank 0 alone gets its outcome.
-        trainer.saved_step = trainer.step
-    else:
-        logger.info(
-            f"checkpoint of step {trainer.step} is being written; no step for {human_time(stood)}"
-        )
-
-
-def _failed(step: int, problem: object) -> str:
-    return (
-        f"step {step}: NO CHECKPOINT WAS WRITTEN: {problem}. Training continues; tried again later"
-    )

@@ -1,4 +1,4 @@
-"""Helpers for every room: logger, numbers for people, tables, atomic files, names.
+"""Helpers for every room: logger, numbers for people, atomic files, names.
 
 It imports nothing of titanlite.
 """
@@ -14,10 +14,7 @@ import os
 import re
 import sys
 import time
-import traceback
-import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
@@ -119,15 +116,14 @@ def _without_query(match: re.Match[str]) -> str:
         # `?` stands for one character of a name in a store.
         return match[0]
     parts = [part for part in re.split("[&#]", query) if part]
-    kept = [part for part in parts if _is_harmless(part)]
+    kept = []
+    for part in parts:
+        key = _HARMLESS_PART.fullmatch(part)
+        if key is not None and key[1].lower() in _HARMLESS:
+            kept.append(part)
     if len(kept) < len(parts):
         kept.append(REMOVED)
     return f"{scheme}{rest}{mark}{'&'.join(kept)}{written[len(query) :]}"
-
-
-def _is_harmless(part: str) -> bool:
-    key = _HARMLESS_PART.fullmatch(part)
-    return key is not None and key[1].lower() in _HARMLESS
 
 
 def public_tree(value: Any) -> Any:
@@ -163,19 +159,6 @@ class _PublicRecords(logging.Filter):
 
 
 logger.addFilter(_PublicRecords())
-
-
-def hide_secrets_in_tracebacks() -> None:
-    """Make Python print the traceback that ends the process as `escape` gives it."""
-
-    def hook(
-        kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
-    ) -> None:
-        print(
-            escape("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr
-        )
-
-    sys.excepthook = hook
 
 
 def escape(text: str, colors: bool = False, verbatim: bool = False) -> str:
@@ -217,28 +200,6 @@ def control_characters(text: str) -> list[str]:
 def _as_code(match: re.Match[str]) -> str:
     code = ord(match[0])
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
-
-
-@dataclass(frozen=True)
-class Style:
-    """ANSI styles, or none without a terminal."""
-
-    color: bool
-
-    def _wrap(self, code: str, text: str) -> str:
-        return f"\x1b[{code}m{text}\x1b[0m" if self.color and text else text
-
-    def bold(self, text: str) -> str:
-        return self._wrap("1", text)
-
-    def dim(self, text: str) -> str:
-        return self._wrap("2", text)
-
-    def good(self, text: str) -> str:
-        return self._wrap("32", text)
-
-    def warn(self, text: str) -> str:
-        return self._wrap("33", text)
 
 
 def wants_color(stream: IO[str]) -> bool:
@@ -437,37 +398,6 @@ def json_lines(path: Path) -> Iterator[JsonLine]:
                 )
 
 
-def read_lines(path: Path, problems: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return the JSON objects in a file's lines, without damaged ones; none without a file.
-
-    problems: gets a text per damaged line or unreadable file; None: they are logged. A killed
-    process may leave a last line without its end: no problem.
-    """
-    found: list[dict[str, Any]] = []
-    said: list[str] = []
-    try:
-        for line in json_lines(path):
-            if line.entry is not None:
-                found.append(line.entry)
-            elif line.raw.endswith(b"\n"):
-                said.append(line.problem)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        said.append(f"{path} cannot be read: {error.strerror or error}")
-    tell(said, problems)
-    return found
-
-
-def tell(said: Sequence[str], problems: list[str] | None) -> None:
-    """Add texts to a list of problems, or log them as warnings."""
-    if problems is not None:
-        problems.extend(said)
-        return
-    for text in said:
-        logger.warning(escape_name(text))
-
-
 #: The extra of titanlite that brings a package. All other packages come with titanlite itself.
 EXTRAS = {
     "comet-ml": "comet",
@@ -510,50 +440,3 @@ def require(package: str) -> None:
 def is_dotted(name: str) -> bool:
     """Return whether a name is a dotted path: "package.module:name" or "./file.py:name"."""
     return ":" in name and "://" not in name
-
-
-@dataclass(frozen=True)
-class Table:
-    """`rows` hold one text per column; `left` are the columns aligned to the left."""
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    left: Sequence[int] = (0,)
-    title: str = ""
-
-
-def render(table: Table, terminal: bool | None = None) -> str:
-    """The table as text, control characters escaped, with a bold head in a terminal.
-
-    terminal: None: whether standard output is one, unless NO_COLOR or TERM=dumb.
-    """
-    if terminal is None:
-        terminal = sys.stdout.isatty()
-    terminal = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    lines = [[escape_name(text) for text in line] for line in (table.columns, *table.rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-
-    def align(i: int, text: str) -> str:
-        return text.ljust(widths[i]) if i in table.left else text.rjust(widths[i])
-
-    def joined(line: Sequence[str]) -> str:
-        return "  ".join(align(i, text) for i, text in enumerate(line)).rstrip()
-
-    head, *body = lines
-    shown = [Style(terminal).bold(joined(head)), *map(joined, body)]
-    if table.title:
-        shown.insert(0, escape_name(table.title))
-    return "\n".join(shown)
-
-
-def templates(folder: Path, **options: Any) -> Any:
-    """Return jinja's environment of a folder."""
-    import jinja2
-
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        **options,
-    )

@@ -30,8 +30,6 @@ def _fresh(rank: int) -> float:
     ("before", "after", "continues"),
     [
         (FSDP, TENSOR, False),
-        (TENSOR, FSDP, False),
-        (FSDP, {"context": 2}, False),
         (TENSOR, TENSOR, True),
         (FSDP, {"replicas": 2}, True),
     ],

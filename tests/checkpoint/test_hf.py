@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
 import threading
 import time
@@ -14,27 +16,23 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
+from tests.support import s3
 from tests.support.checkpoints import PRINTS, names, options
-from tests.support.grid import FSDP, PP, TP
+from tests.support.grid import FSDP, PP
 from tests.support.harness import TINY, Run, batches, build_tiny, full
 from tests.support.hf import config_flags, train_losses, written
 from tests.support.pool import Pools
-from tests.support.reference import in_our_names
-from tests.support.s3 import Storage
 from tests.support.whole_runs import train_run
-from titanlite.checkpoint.foreign_formats import WeightsReader, as_manifest, open_weights
-from titanlite.checkpoint.hf_save import begin_folder, save_hf
+from titanlite.checkpoint.foreign_formats import open_weights
+from titanlite.checkpoint.hf_save import begin_folder
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, last_hf_step
-from titanlite.checkpoint.storage import Save, describe, on_rank_0
 from titanlite.checkpoint.store_paths import AnyPath, StorePath
 from titanlite.cli.hub.convert import convert, open_source
-from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
+from titanlite.data.tokenizer import BUNDLED_TOKENIZER
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.models.args import as_record
@@ -108,18 +106,14 @@ def _load(
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp": (2, {"tensor": 2}),
     "tied-tp": (2, {"tensor": 2, "args": replace(TINY, tied=True)}),
     "pp": (2, {"pipeline": 2}),
     "hsdp": (2, {"replicas": 2}),
-    "fsdp-tp": (4, {"tensor": 2}),
 }
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize(
-    "layout", [pytest.param(n, marks=[pytest.mark.slow] * (LAYOUTS[n][0] > 2)) for n in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_published_weights_come_back_bit_for_bit(pool: Pools, tmp_path: Path, layout: str) -> None:
     """HF → ranks → checkpoint → HF, and HF → ranks → last save: the same bytes per tensor."""
     ranks, fields = LAYOUTS[layout]
@@ -141,179 +135,107 @@ def test_published_weights_come_back_bit_for_bit(pool: Pools, tmp_path: Path, la
     assert all("step-8-hf holds the weights of the last save" in answer for answer in again)
 
 
-def _fp8(folder: Path, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
-    """Linears of the blocks in float8, with scales per block (DeepSeek's), row or tensor; and their
-    values.
-    """
-    _folder(folder, shards=1)
-    values = {}
-    stored = {}
-    for name, tensor in _tensors(folder).items():
-        values[name] = stored[name] = tensor
-        if ".layers." in name and tensor.ndim == 2:
-            rows, columns = tensor.shape
-            grid = {
-                "block": (-(-rows // 48), -(-columns // 32)),
-                "row": (rows, 1),
-                "tensor": (1, 1),
-            }[kind]
-            scale = torch.rand(grid) + 0.5
-            wide = scale.repeat_interleave(-(-rows // grid[0]) if kind != "block" else 48, 0)[:rows]
-            wide = wide.repeat_interleave(32 if kind == "block" else columns, 1)[:, :columns]
-            stored[name] = (tensor / wide).to(torch.float8_e4m3fn)
-            values[name] = stored[name].float() * wide
-            stored[f"{name}_scale_inv" if kind == "block" else f"{name}_scale"] = (
-                scale.reshape(()) if kind == "tensor" else scale
-            )
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {
-        "quantization_config": {
-            "quant_method": "fp8",
-            **({"weight_block_size": [48, 32]} if kind == "block" else {}),
-        }
-    }
-    (folder / "config.json").write_text(json.dumps({**SPEC.hf_config(TINY), **config}))
-    return folder, values
-
-
-@pytest.mark.slow_after(2)
-@pytest.mark.parametrize("kind", ["bfloat16", "float16", "block", "row", "tensor"])
-def test_sources_of_every_precision_load_into_shards(
-    pool: Pools, tmp_path: Path, kind: str
+@pytest.mark.parametrize(("grid", "block"), [((4, 2), [48, 32]), ((192, 1), None), ((1, 1), None)])
+def test_float8_is_multiplied_by_its_scales(
+    tmp_path: Path, grid: tuple[int, int], block: list[int] | None
 ) -> None:
-    if kind in ("bfloat16", "float16"):
-        source = _folder(tmp_path / "in", dtype=getattr(torch, kind))
-        values = _tensors(source)
+    """Scales per block (DeepSeek's), row or tensor."""
+    folder = _folder(tmp_path / "in", shards=1)
+    name = "model.layers.0.mlp.gate_proj.weight"
+    tensors = _tensors(folder)
+    rows, columns = tensors[name].shape
+    scale = torch.rand(grid) + 0.5
+    height, width = block or (-(-rows // grid[0]), columns)
+    wide = scale.repeat_interleave(height, 0).repeat_interleave(width, 1)[:rows, :columns]
+    tensors[name] = (tensors[name] / wide).to(torch.float8_e4m3fn)
+    values = tensors[name].float() * wide
+    tensors[f"{name}_scale_inv" if block else f"{name}_scale"] = scale
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    about = {"quant_method": "fp8", **({"weight_block_size": block} if block else {})}
+    config = {**SPEC.hf_config(TINY), "quantization_config": about}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = open_weights(folder)
+    assert torch.equal(weights.read("layers.0.feed_forward.w1.weight"), values)
+    part = weights.parts["layers.0.feed_forward.w1.weight"][0].read((slice(40, 70), slice(9, 60)))
+    assert torch.equal(part, values[40:70, 9:60])
+
+
+SHARD = "model-00002-of-00003.safetensors"
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def _edit(folder: Path, name: str, **entries: Any) -> None:
+    """Change entries of a JSON file, or tensors of a safetensors file; None: take them out."""
+    file = folder / name
+    content: Any = json.loads(file.read_text()) if file.suffix == ".json" else load_file(file)
+    content.update(entries)
+    content = {name: one for name, one in content.items() if one is not None}
+    if file.suffix == ".json":
+        file.write_text(json.dumps(content))
     else:
-        source, values = _fp8(tmp_path / "in", kind)
-    wanted = in_our_names(values, SPEC.hf_names(TINY))
-    for found in pool(2).run(_load, RUN, source, tmp_path / "checkpoint"):
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name], tensor.float()) for name, tensor in wanted.items())
+        save_file(content, file, metadata={"format": "pt"})
 
 
-STACK = replace(
-    SPEC,
-    hf_names=lambda args: {"experts": tuple(f"e.{i}" for i in range(4)), "w": "w"},
-    tied=lambda args: {},
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda f: (f / SHARD).unlink(), f"{SHARD} is missing, which {INDEX} names: download it"),
+        (lambda f: (f / INDEX).unlink(), "download the index of its 3 files"),
+        (lambda f: (f / "config.json").unlink(), "config.json is missing: copy it"),
+        (lambda f: (f / INDEX).write_text("{"), f"{INDEX} cannot be read"),
+        (lambda f: os.truncate(f / SHARD, 99), f"{SHARD} cannot be read"),
+        (
+            lambda f: _edit(f, INDEX, weight_map={"gone": SHARD}),
+            f"lacks gone, which {INDEX} says it holds",
+        ),
+        (lambda f: _edit(f, "config.json", model_type="bert"), "model_type is 'bert'"),
+    ],
 )
-
-
-def _stacked(world: DistEnv, folder: Path, out: Path, dim: int) -> dict[str, torch.Tensor]:
-    mesh = init_device_mesh("cpu", (world.size,))
-    weights = open_weights(folder / "model.safetensors", STACK, None)
-    shapes = {"experts": (4, 6, 8), "w": (5,)}
-    empty = {
-        n: distribute_tensor(torch.zeros(s), mesh, [Shard(min(dim, len(s) - 1))])
-        for n, s in shapes.items()
-    }
-    state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in empty.items()}
-    dcp.load(state, storage_reader=WeightsReader(weights.path, as_manifest(weights), STACK, None))
-    spec = replace(STACK, hf_config=lambda args: {})
-    group = torch.distributed.group.WORLD
-    assert group is not None
-    agree: Callable[..., Any] = lambda action: on_rank_0(world, action)  # noqa: E731
-    draft = replace(as_manifest(weights), tensors=describe(state))
-    save_hf(Save(out, state, draft), (spec, None), dict, group, agree, shard_bytes=100)
-    return {
-        name: tensor.full_tensor() for name, tensor in empty.items() if isinstance(tensor, DTensor)
-    }
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_a_stack_of_experts_is_read_and_written_by_its_parts(
-    pool: Pools, tmp_path: Path, dim: int
+def test_unusable_folders_are_refused_with_the_remedy(
+    tmp_path: Path, harm: Callable[[Path], Any], message: str
 ) -> None:
-    torch.manual_seed(3)
-    tensors = {**{f"e.{i}": torch.randn(6, 8) for i in range(4)}, "w": torch.randn(5)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    found = pool(2).run(_stacked, tmp_path, tmp_path / "out", dim)[1]
-    assert torch.equal(found["experts"], torch.stack([tensors[f"e.{i}"] for i in range(4)]))
-    assert torch.equal(found["w"], tensors["w"])
-    written = _tensors(tmp_path / "out")
-    assert written.keys() == tensors.keys()
-    assert all(torch.equal(written[n], t) for n, t in tensors.items())
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
-    assert STACK.to_hf(found, None).keys() == tensors.keys()
+    harm(_folder(tmp_path / "in"))
+    with pytest.raises(CheckpointError) as refused:
+        open_weights(tmp_path / "in")
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [("int8", " has type I8"), ("float8_e4m3fn", " is float8_e4m3fn without a tensor")],
+)
+def test_tensors_of_other_types_are_refused(tmp_path: Path, dtype: str, message: str) -> None:
+    folder = _folder(tmp_path / "in", shards=1)
+    _edit(folder, WHOLE, **{BLOCKS: torch.zeros(3, 3).to(getattr(torch, dtype))})
+    with pytest.raises(CheckpointError, match=BLOCKS + message):
+        open_weights(folder)
 
 
 @pytest.mark.slow
-def test_unusable_folders_are_refused_with_file_tensor_and_remedy(
-    pool: Pools, tmp_path: Path
-) -> None:
-    def change(name: str, **changes: Any) -> Path:
-        source = _folder(tmp_path / name)
-        config = {**json.loads((source / "config.json").read_text()), **changes}
-        (source / "config.json").write_text(json.dumps(config))
-        return source
-
-    def rewrite(name: str, edit: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
-        source = _folder(tmp_path / name, shards=1)
-        tensors = load_file(source / "model.safetensors")
-        edit(tensors)
-        save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-        return source
-
-    shard = "model-00002-of-00003.safetensors"
-    index = "model.safetensors.index.json"
-    (change("no-shard") / shard).unlink()
-    (change("no-index") / index).unlink()
-    (change("no-config") / "config.json").unlink()
-    (change("no-json") / index).write_text("{")
-    cut = change("cut") / shard
-    cut.write_bytes(cut.read_bytes()[:-9])
-    listed = json.loads((change("moved") / index).read_text())
-    listed["weight_map"][BLOCKS] = (
-        shard if listed["weight_map"][BLOCKS] != shard else "model-00001-of-00003.safetensors"
-    )
-    (tmp_path / "moved" / index).write_text(json.dumps(listed))
-    change("deeper", num_hidden_layers=3, rms_norm_eps=1e-6)
-    change("bert", model_type="bert")
-    rewrite("missing", lambda t: t.pop(BLOCKS))
-    rewrite("unknown", lambda t: t.update(extra=torch.zeros(2)))
-    rewrite("shape", lambda t: t.update({BLOCKS: torch.zeros(3, 64)}))
-    rewrite("int8", lambda t: t.update({BLOCKS: torch.zeros(3, dtype=torch.int8)}))
-    rewrite("unscaled", lambda t: t.update({BLOCKS: t[BLOCKS].to(torch.float8_e4m3fn)}))
-    rewrite("nan", lambda t: t[BLOCKS].fill_(float("nan")))
+def test_another_model_is_refused_on_all_ranks(pool: Pools, tmp_path: Path) -> None:
     ours = "model.layers.0.attention.wq.weight"
+    shape = {BLOCKS: torch.zeros(3, 64), "extra": torch.zeros(2)}
+    _edit(_folder(tmp_path / "odd", shards=1), WHOLE, **shape)
+    nan = {BLOCKS: torch.full((64, 64), math.nan)}
+    _edit(_folder(tmp_path / "nan", shards=1), WHOLE, **nan)
+    there = f"{ours} float32[3, 64] (model.safetensors: {BLOCKS}) float32[64, 64] another shape"
     cases = {
-        "no-shard": f"{shard} is missing, which {index} names: download it again",
-        "no-index": f"has neither model.safetensors nor {index}: download the index of its 3 files",
-        "no-config": "config.json is missing: copy it",
-        "no-json": f"{index} cannot be read",
-        "cut": f"{shard} cannot be read",
-        "moved": f"lacks {BLOCKS}, which {index} says it holds",
-        "deeper": (
-            "model.overrides.n_layers is 2 here, 3 there model.overrides.norm_eps is 1e-05 here, "
-            "1e-06 there"
-        ),
-        "bert": "model_type is 'bert'",
-        "missing": f"{ours} – float32[64, 64] missing",
-        "unknown": "model.extra",
-        "shape": f"{ours} float32[3, 64] (model.safetensors: {BLOCKS}) float32[64, 64] another shape",  # noqa: E501
-        "int8": f"{BLOCKS} has type I8",
-        "unscaled": f"{BLOCKS} is float8_e4m3fn without a tensor",
-        "nan": "holds values that are not finite",
-        "nowhere": "no such folder",
+        "odd": (there, "model.extra"),
+        "nan": ("holds values that are not finite",),
     }
-    for name, message in cases.items():
+    for name, messages in cases.items():
         answers = pool(2).run(_load, RUN, tmp_path / name, tmp_path / "checkpoint")
-        assert all(
-            isinstance(answer, str) and message in " ".join(answer.split()) for answer in answers
-        ), (
-            name,
-            answers,
-        )
+        assert answers[0] == answers[1]
+        assert all(message in " ".join(answers[0].split()) for message in messages), answers
     whole = pool(2).run(
-        _load, RUN, tmp_path / "deeper", tmp_path / "checkpoint", initial_load_model_only=False
+        _load, RUN, tmp_path / "nan", tmp_path / "checkpoint", initial_load_model_only=False
     )
     assert all("initial_load_model_only = true" in answer for answer in whole)
-    allowed = {"allow_changes": ["model"], "allow_missing": [ours]}
-    change("scaled", rms_norm_eps=1e-6)
-    for name in ("missing", "scaled"):
-        assert isinstance(
-            pool(2).run(_load, RUN, tmp_path / name, tmp_path / "checkpoint", **allowed)[0], dict
-        )
+    missing = _folder(tmp_path / "missing", shards=1)
+    _edit(missing, WHOLE, **{BLOCKS: None})
+    found = pool(2).run(_load, RUN, missing, tmp_path / "checkpoint", allow_missing=[ours])[0]
+    assert isinstance(found, dict)
 
 
 LARGE = LlamaArgs(dim=512, n_layers=6, n_heads=8, vocab_size=4096, multiple_of=256, max_seq_len=64)
@@ -414,45 +336,16 @@ def test_a_store_keeps_nothing_of_a_save_that_was_cut_short() -> None:
     assert not names(final)
 
 
-def test_the_last_save_goes_to_a_store(pool: Pools, storage: Storage, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_last_save_goes_to_a_store(pool: Pools, bucket: s3.Bucket, tmp_path: Path) -> None:
     source = _folder(tmp_path / "in")
-    storage.run(pool(2), _load, replace(RUN, tensor=2), source, storage.root, 7)
-    folder = storage.root / "step-8-hf"
+    run = replace(RUN, tensor=2)
+    pool(2).run(s3.there, bucket.environment, _load, run, source, bucket.path, 7)
+    folder = bucket.path / "step-8-hf"
     assert {"config.json", "model.safetensors"} <= set(names(folder))
     (tmp_path / "copy.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     found = load_file(tmp_path / "copy.safetensors")
     assert all(torch.equal(found[name], tensor) for name, tensor in _tensors(source).items())
-
-
-def _measured(found: list[dict[str, Any]]) -> list[float]:
-    return [row["validation_loss"] for row in found[0]["rows"] if "validation_loss" in row]
-
-
-@pytest.mark.slow
-def test_fine_tuning_goes_on_where_training_ended(pool: Pools, tmp_path: Path) -> None:
-    """Start a run from the last save of another: the held-out loss is the same to the last bit."""
-    length = [
-        "--training.steps=3",
-        "--validation.enable",
-        "--validation.freq=3",
-        "--training.tensor_parallel_degree=2",
-    ]
-    last = ["--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
-    first = tmp_path / "first"
-    folder = tmp_path / "first" / "checkpoint" / "step-3-hf"
-    trained = _measured(pool(2).run(train_run, str(first), *length, *last))
-    more = [
-        f"--checkpoint.initial_load_path={folder}",
-        "--validation.first",
-        "--training.steps=1",
-    ]
-    tuned = _measured(pool(2).run(train_run, str(tmp_path / "tuned"), *length, *more))
-    assert tuned[0] == trained[-1]
-    assert tuned[-1] != tuned[0]
-    ours = load_tokenizer()
-    for name in ("config.json", "generation_config.json"):
-        ends = json.loads((folder / name).read_text())["eos_token_id"]
-        assert ends == [ours.eos_id, ours.special_tokens["<|eot_id|>"]]
 
 
 SMALL = ["dim=64", "n_layers=2", "n_heads=4", "n_kv_heads=2"]
@@ -462,16 +355,9 @@ SMALL = ["dim=64", "n_layers=2", "n_heads=4", "n_kv_heads=2"]
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        ("mistral", TP),
         ("qwen3", PP),
-        ("olmo2", TP),
-        ("olmo3", PP),
-        ("gemma3", TP),
         ("mixtral", "parallelism.expert_parallel_degree"),
-        ("mixtral", FSDP),
-        ("gpt_oss", FSDP),
         ("llama4", FSDP),
-        ("llama4", "parallelism.expert_parallel_degree"),
         ("hf", FSDP),
     ],
 )

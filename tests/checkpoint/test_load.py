@@ -167,27 +167,12 @@ def test_the_optimizer_is_left_out_once(pool: Pools, source: Path, tmp_path: Pat
     folder = shutil.copytree(source, tmp_path / "run")
     without = {"exclude_from_loading": ["optimizer"], "state": {LEFT_OUT: ["optimizer"]}}
     found = pool(2).run(train, RUN, folder, 5, 6, **without)[0]
-    expected = pool(2).run(_with_a_new_optimizer, source, 5, 6)[0]
-    assert found["losses"] == expected["losses"]
-    assert_equal(found["weights"], expected["weights"])
+    expected = pool(2).run(_with_a_new_optimizer, source, 5, 8)[0]
+    assert found["losses"] == expected["losses"][:2]
     # The same command again: the optimizer's state since then is not thrown away.
     again = pool(2).run(train, RUN, folder, 7, 8, **without)[0]
-    assert_equal(again["weights"], pool(2).run(_with_a_new_optimizer, source, 5, 8)[0]["weights"])
+    assert_equal(again["weights"], expected["weights"])
     assert any("was left out when the run" in line for line in again["loaded"].notices)
-
-
-@pytest.mark.slow
-def test_a_part_of_the_optimizer_begins_anew(pool: Pools, source: Path, tmp_path: Path) -> None:
-    part = {"initial_load_model_only": False, "exclude_from_loading": ["optimizer.*.norm.weight.*"]}
-    moments = pool(1).run(train, RUN, tmp_path, 5, 4, initial_load_path=str(source), **part)[0][
-        "state"
-    ]
-    old = Contents(source / "step-4")
-    for name, value in moments.items():
-        anew = name.startswith("norm.weight.")
-        assert (
-            not value.any() if anew else torch.equal(value, old.read(f"optimizer.state.{name}"))
-        ), name
 
 
 def _save_weights(world: DistEnv, source: Path, target: Path, dtype: str) -> None:

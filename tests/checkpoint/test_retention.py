@@ -135,33 +135,6 @@ def test_a_kill_at_any_moment_loses_nothing(
     raise AssertionError("it never ended")
 
 
-def test_leftovers_of_a_save_and_of_older_versions_go(root: AnyPath) -> None:
-    """Older versions gave a folder itself such a name, and left it without a manifest or
-    with one.
-    """
-    write(root, 2)
-    (begin(root, 6) / "shard").write_bytes(SHARD)
-    if isinstance(root, Path):
-        for name in (
-            ".partial-step-8-1f0c77aa",
-            ".partial-step-9-123",
-            ".deleted-step-1",
-            ".deleted-step-1.1",
-        ):
-            (root / name).mkdir()
-            (root / name / "shard").write_bytes(SHARD)
-        (root / ".partial-step-8-1f0c77aa" / "manifest.json").write_text(
-            replace(MANIFEST, step=8).to_json()
-        )
-        assert len(leftovers(root)) == 5
-    assert steps_in(root) == [2]
-    assert [entry.folder.name for entry in list_checkpoints(root)][-1].startswith(".partial-")
-    deleter = Deleter()
-    deleter.delete(leftovers(root))
-    assert deleter.wait(300)
-    assert names(root) == ["step-2"]
-
-
 @pytest.mark.parametrize("kind", [".partial-", ".deleted-"])
 def test_a_mark_deletes_no_folder_but_that_of_a_checkpoint(root: AnyPath, kind: str) -> None:
     """A checkpoint may come from somebody else, with files of any name beside it."""

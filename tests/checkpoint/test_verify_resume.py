@@ -38,11 +38,10 @@ def _line(found: dict[str, Any]) -> str:
     return str(line)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_run_that_goes_on_is_verified(
-    pool: Pools, left: Path, tmp_path: Path, ranks: int
+def test_a_run_that_goes_on_on_other_ranks_is_verified(
+    pool: Pools, left: Path, tmp_path: Path
 ) -> None:
-    assert _line(_resume(pool, ranks, left, tmp_path / "run")) == (
+    assert _line(_resume(pool, 1, left, tmp_path / "run")) == (
         "resume verified at step 4: every file is as it was written; the next batch is the one "
         "that was to come"
     )
@@ -81,19 +80,3 @@ def test_schedule_and_text_can_begin_anew(pool: Pools, left: Path, tmp_path: Pat
     again = pool(2).run(train_run, str(tmp_path / "run"), "--training.steps=6", anew)[0]
     assert losses_of(again["rows"])[6] == now[6], "the schedule and the text continue"
     assert _line(again).endswith("the next batch is the one that was to come")
-
-
-@pytest.mark.slow
-def test_other_shares_of_a_mixture_are_allowed_and_named(pool: Pools, tmp_path: Path) -> None:
-    def source(weight: int) -> str:
-        return (
-            f'--data.source=[{{name="c4_test",weight={weight}}},{{name="c4_validation",weight=3}}]'
-        )
-
-    flags = ["--no-validation.enable", "--checkpoint.interval=4"]
-    pool(1).run(train_run, str(tmp_path), *flags, source(1), "--training.steps=4")
-    again = _line(pool(1).run(train_run, str(tmp_path), *flags, source(9), "--training.steps=5")[0])
-    assert again.startswith("resume verified at step 4: ")
-    assert "the next batch is another one, as allowed: data.source and data.phase" in again
-    same = _line(pool(1).run(train_run, str(tmp_path), *flags, source(9), "--training.steps=6")[0])
-    assert "the next batch is the one that was to come" in same

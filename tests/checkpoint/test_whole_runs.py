@@ -11,7 +11,6 @@ import torch
 
 from tests.support.checkpoints import unequal
 from tests.support.pool import Pools
-from tests.support.s3 import Storage
 from tests.support.whole_runs import losses_of, make_trainer, train_run
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, steps_in
 from titanlite.checkpoint.resume import save_seed
@@ -87,17 +86,17 @@ PP = "--experimental.pipeline_parallel_degree=2"
     ("ranks", "degrees"), [(1, []), pytest.param(4, [PP], marks=pytest.mark.soak)]
 )
 def test_a_run_from_the_seed_is_a_fresh_run_bit_for_bit(
-    pool: Pools, storage: Storage, tmp_path: Path, ranks: int, degrees: list[str]
+    pool: Pools, tmp_path: Path, ranks: int, degrees: list[str]
 ) -> None:
     seeded = tmp_path / "seeded"
     fresh = tmp_path / "fresh"
     flags = ["--training.steps=3", "--training.batch_size=2", *degrees]
-    place = f"--checkpoint.folder={storage.root}"
-    assert storage.run(pool(1), _seed, seeded, *flags, SEED, place) == [""]
-    assert steps_in(storage.root) == [0]
+    root = seeded / "checkpoint"
+    assert pool(1).run(_seed, seeded, *flags, SEED) == [""]
+    assert steps_in(root) == [0]
     assert not (seeded / "metrics.jsonl").exists()
-    assert "holds step-0 already" in storage.run(pool(1), _seed, seeded, *flags, SEED, place)[0]
-    here = storage.run(pool(ranks), train_run, str(seeded), *flags, place)[0]
+    assert "holds step-0 already" in pool(1).run(_seed, seeded, *flags, SEED)[0]
+    here = pool(ranks).run(train_run, str(seeded), *flags)[0]
     there = pool(ranks).run(train_run, str(fresh), *flags)[0]
     assert _said(here, "resumed from step 0")
     assert losses_of(here["rows"]) == losses_of(there["rows"])
@@ -106,7 +105,7 @@ def test_a_run_from_the_seed_is_a_fresh_run_bit_for_bit(
         2,
         3,
     ]
-    sides = storage.root / "step-3", fresh / "checkpoint" / "step-3"
+    sides = root / "step-3", fresh / "checkpoint" / "step-3"
     assert unequal(*sides) == []
     manifests = [read_manifest(side) for side in sides]
     assert all(

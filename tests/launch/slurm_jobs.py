@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.launch.slurm_cluster import Cluster
 from tests.support.processes import titanlite
 from tests.support.tiny import TWO_LAYERS
-from titanlite.utils import read_lines
+from titanlite.runs.lines import read_lines
 
 STEPS = 30
 RUN = [

@@ -22,7 +22,7 @@ from tests.support.processes import ROOT, environment
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.launch.container_start import sagemaker_job
-from titanlite.utils import read_lines
+from titanlite.runs.lines import read_lines
 
 NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 RUN = [

@@ -34,21 +34,6 @@ def test_example(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _example(monkeypatch) == EXAMPLE.read_text()
 
 
-def test_the_third_failure_without_a_new_logged_step_is_the_last(
-    tmp_path: Path, monkeypatch
-) -> None:
-    """A stand-in for Python logs the steps 1, 2 and 3 in its first three starts and always ends
-    with 7.
-    """
-    folder = tmp_path / "run"
-    count = 'n=$(wc -l <starts); [ $n -gt 3 ] || echo "{\\"step\\": $n}" >>metrics.jsonl'
-    _script(tmp_path, monkeypatch, f"{count}\nexit 7")
-    done = subprocess.run(["bash", tmp_path / "run.sh"], capture_output=True, text=True)
-    assert done.returncode == exit_codes.LOST_PEER
-    assert "after step 3 for the third time" in done.stderr
-    assert (folder / "starts").read_text().count("start") == 5
-
-
 def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> Path:
     """Write run.sh for one rank with a stand-in for Python, which runs in the run's folder."""
     stand_in = tmp_path / "stand-in"
@@ -68,21 +53,24 @@ def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> Pa
     return script
 
 
-def test_a_newer_checkpoint_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with metrics.log_freq = 100, where a start may log nothing.
+METRICS = 'echo "{\\"step\\": $n}" >>metrics.jsonl'
+#: As with metrics.log_freq = 100, where a start may log nothing.
+SAVES = 'echo "{\\"saved_step\\": $n, \\"lost_steps\\": 0}" >>attempts.jsonl'
 
-    The only rank is killed each time.
-    """
-    save = (
-        'n=$(wc -l <starts); [ $n -gt 4 ] || echo "{\\"saved_step\\": $n, \\"lost_steps\\": 0}" '
-        ">>attempts.jsonl"
-    )
-    script = _script(tmp_path, monkeypatch, f"{save}\nexit 137")
+
+@pytest.mark.parametrize(
+    ("progress", "code", "step"), [(METRICS, exit_codes.LOST_PEER, 3), (SAVES, 137, 0)]
+)
+def test_the_third_failure_without_a_new_step_or_checkpoint_is_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: str, code: int, step: int
+) -> None:
+    """A stand-in for Python gets on in its first three starts and always fails."""
+    count = f"n=$(wc -l <starts); [ $n -gt 3 ] || {progress}"
+    script = _script(tmp_path, monkeypatch, f"{count}\nexit {code}")
     done = subprocess.run(["bash", script], capture_output=True, text=True)
-    assert done.returncode == 137
-    assert "restart 5 of" in done.stderr
-    assert "for the third time" in done.stderr
-    assert (tmp_path / "run" / "starts").read_text().count("start") == 6
+    assert done.returncode == code
+    assert f"after step {step} for the third time" in done.stderr
+    assert (tmp_path / "run" / "starts").read_text().count("start") == 5
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.harness import Run, batches, build_tiny, changed, full, micro_batches, stepper
+from tests.support.harness import Run, batches, build_tiny, changed, full, micro_batches
 from tests.support.pool import Pools
 from tests.support.whole_runs import make_trainer
 from titanlite.config.sections import ActivationCheckpoint, Compile
@@ -128,10 +128,14 @@ def test_the_origin_is_named_on_every_rank(pool: Pools, where: str) -> None:
                 gradient_sync="every",
             ),
         ),
-        replace(RUN, replicas=2),
-        replace(RUN, activations=ActivationCheckpoint(mode="selective", selective_ac_option="op")),
+        replace(
+            RUN,
+            replicas=2,
+            activations=ActivationCheckpoint(mode="selective", selective_ac_option="op"),
+            compile=Compile(components=["model"], backend="eager"),
+        ),
     ],
-    ids=["bf16, each gradient reduced", "DDP", "some operations recomputed"],
+    ids=["bf16, each gradient reduced", "DDP, some operations recomputed, compiled"],
 )
 @pytest.mark.parametrize("where", ["output", "gradient inside"])
 def test_it_is_found_in_every_kind_of_step(pool: Pools, run: Run, where: str) -> None:
@@ -162,39 +166,6 @@ def test_gradients_that_overflow_when_summed_are_named(pool: Pools) -> None:
     assert first == second
     assert first.stage == "reduction"
     assert first.parameters
-
-
-def _overflow(world: DistEnv, run: Run) -> tuple[Finding, bool]:
-    """Weights so large that a product inside a block overflows, after a step as usual; then train
-    on without them.
-    """
-    model, _, take = stepper(world, run)
-    first = take(1).loss.item()
-    kept = {}
-    for name in ("w1", "w3"):
-        weight: Any = model.get_submodule(FEED_FORWARD).get_parameter(f"{name}.weight")
-        kept[weight] = weight.detach().clone()
-        weight.detach().to_local().mul_(1e22)
-    finding = diagnose_nonfinite(model, micro_batches(run, 0, world.rank, world.size))
-    for weight, value in kept.items():
-        weight.detach().copy_(value)
-    return finding, take(2).loss.item() < first
-
-
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize(
-    "run",
-    [
-        RUN,
-        pytest.param(
-            replace(RUN, compile=Compile(components=["model"], backend="eager")), id="compiled"
-        ),
-    ],
-)
-def test_an_overflow_between_modules_is_named_and_training_can_go_on(pool: Pools, run: Run) -> None:
-    for finding, learns in pool(2).run(_overflow, run):
-        assert finding == Finding("forward", W2, (0, 1), 0)
-        assert learns
 
 
 def _stopped(world: DistEnv, folder: str) -> str:

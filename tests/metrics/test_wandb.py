@@ -27,7 +27,7 @@ from titanlite.metrics.boards import tags
 from titanlite.metrics.trackers import TrackedRun
 from titanlite.metrics.wandb import WandbTracker
 from titanlite.resolve.load import load_config
-from titanlite.runs.jsonl import read_metrics
+from titanlite.runs.lines import read_metrics
 
 
 @pytest.fixture(autouse=True)
@@ -123,30 +123,6 @@ def test_an_offline_run_holds_the_rows_of_metrics_jsonl(pool: Pools, tmp_path: P
     assert run["project"] == "llamas", "the environment goes before"
     assert run["exit"] == 0
     assert (folder / "wandb-run-id").read_text().strip() == run["run_id"]
-
-
-def _two_runs(world: DistEnv, folder: str) -> None:
-    os.environ.update(WANDB_MODE="offline", WANDB__DISABLE_STATS="true")
-    for project in ("first", "second"):
-        os.environ.update(WANDB_PROJECT=project, WANDB_TAGS=f"{project},both")
-        WandbTracker(TrackedRun(Path(folder) / project, {})).close()
-    del os.environ["WANDB_PROJECT"], os.environ["WANDB_TAGS"]
-    WandbTracker(TrackedRun(Path(folder) / "ours", {})).close()
-
-
-@pytest.mark.slow
-def test_each_run_of_a_process_takes_the_environment_of_its_time(
-    pool: Pools, tmp_path: Path
-) -> None:
-    for name in ("first", "second", "ours"):
-        (tmp_path / name).mkdir()
-    pool(1).run(_two_runs, str(tmp_path))
-    assert [offline(tmp_path / name)["project"] for name in ("first", "second", "ours")] == [
-        "first",
-        "second",
-        "titanlite",
-    ]
-    assert offline(tmp_path / "second")["tags"] == ["second", "both"]
 
 
 class Settings(types.SimpleNamespace):

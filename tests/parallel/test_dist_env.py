@@ -23,9 +23,10 @@ from tests.support import processes
 from tests.support.pool import Pools, free_port
 from tests.support.processes import ROOT, python
 from titanlite.dist import ParallelismError
-from titanlite.dist.dist_env import DistEnv, patience, set_timeouts
+from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.launch_env import LaunchEnv, read_launch_env
 from titanlite.dist.process_settings import KERNELS, TUNABLES, kernel_order
+from titanlite.metrics.timeouts import patience, set_timeouts
 
 
 def _timeouts(world: DistEnv) -> dict[str, timedelta]:
@@ -185,7 +186,7 @@ def test_environments_of_launchers_are_read(environment: Callable[[dict[str, str
 _LIMITS = """
 import json, os, resource
 from titanlite.dist import ParallelismError
-from titanlite.dist.dist_env import allow_files
+from titanlite.dist.open_files import allow_files
 soft, hard = 64, 5000
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 allow_files(512)

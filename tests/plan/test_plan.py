@@ -16,7 +16,7 @@ from titanlite.plan.plan import checkpoint_bytes, make_plan
 from titanlite.plan.text import plan_text, verdict
 from titanlite.resolve.load import check_config
 from titanlite.run.config import RunConfig
-from titanlite.utils import Style
+from titanlite.runs.tables import Style
 
 
 def planned(file: str, ranks: int, *flags: str) -> RunConfig:

@@ -19,7 +19,7 @@ from titanlite.plan.hardware import Cluster, find_gpu
 from titanlite.plan.parts import GIB, needed_bytes
 from titanlite.plan.plan import formula, make_plan
 from titanlite.resolve.load import check_config
-from titanlite.utils import Style
+from titanlite.runs.tables import Style
 
 CONFIGS = ROOT / "train_configs"
 H100 = Cluster(find_gpu("h100-80g"), 4, 1, 200e9)
@@ -143,17 +143,6 @@ def test_the_command_prints_the_best_settings(
     assert main(argv) == exit_codes.DONE
     assert capsys.readouterr().out == search_text(result, Style(False)) + "\n"
     assert main([*argv, "--json"]) == exit_codes.CONFIG
-
-
-@pytest.mark.slow
-def test_a_trace_confirms_the_best_settings_for_8b_on_8_gpus() -> None:
-    from titanlite.cli.plan.memory_trace import trace
-
-    found = search(["--job.config_file=llama3_8b.toml"], replace(H100, gpus_per_node=8))
-    best = found.ranked[0]
-    measured = needed_bytes(trace(best.run))
-    assert measured <= H100.gpu.memory
-    assert best.needed == pytest.approx(measured, rel=0.1)
 
 
 def test_the_platforms_said_to_train_a_model_fit_it() -> None:

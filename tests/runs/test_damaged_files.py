@@ -6,32 +6,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tests.support.run_folders import Start, training_row, write_metrics
 from titanlite.cli.main import main
-from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.runs import ATTEMPTS
 from titanlite.runs.attempts import read_attempts
 from titanlite.runs.jsonl import MetricsLog
-from titanlite.runs.lock import RunLock
-from titanlite.runs.read import read_run
 from titanlite.utils import parse_json
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
 DAMAGES = {
     "deep": DEEP,
-    "deep_open": b"[" * 100_000,
-    "deep_tables": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
     "deep_in_a_key": b'{"event": "start", "attempt": 9, "step": ' + b"[" * 500 + b"]" * 500 + b"}",
     "no_utf8": b'{"step": "\xff\xfe"}',
     "long_number": b'{"step": ' + b"9" * 5000 + b"}",
     "no_object": b"[1, 2]",
-    "no_json": b"\x00\x00\x00\x00",
 }
 
 
@@ -97,100 +88,6 @@ def test_a_damaged_lock_counts_as_one_without_a_holder(
     start(tmp_path / "bad")
     (tmp_path / "bad" / "run.lock").write_bytes(DAMAGES[damage])
     assert "8.0000" in _listed(capsys, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "process", [{"id": "x"}, {"id": 1e999}, {"id": [[]]}, {"id": 10**30}, [], "x"]
-)
-def test_a_lock_with_a_strange_holder_breaks_no_list(
-    tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str], process: Any
-) -> None:
-    with RunLock(tmp_path):
-        holder = json.loads((tmp_path / "run.lock").read_bytes())
-    space = holder["process"].get("space")
-    write_metrics(tmp_path, [training_row(1, 8.0)])
-    changed = {**process, "space": space} if isinstance(process, dict) else process
-    (tmp_path / "run.lock").write_text(json.dumps({**holder, "process": changed}))
-    assert "8.0000" in _listed(capsys, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "text", ["x = " + "[" * 100_000, "x = " + "[" * 500 + "]" * 500, ".".join("a" * 3000) + " = 1"]
-)
-def test_a_config_that_is_too_deep_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
-) -> None:
-    write_metrics(tmp_path, [training_row(1, 8.0)])
-    (tmp_path / "config.toml").write_text(text)
-    out = _listed(capsys, tmp_path)
-    assert "8.0000" in out
-    assert f"note: {tmp_path}/config.toml: not TOML" in out
-    assert main(["config", "check", str(tmp_path / "config.toml")]) == 2
-    assert "config.toml: broken TOML" in capsys.readouterr().err
-    with pytest.raises(TOMLDecodeError):
-        loads(text)
-
-
-VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=3)
-    | st.just(10**400)
-    | st.just("inf"),
-    lambda inner: (
-        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
-    ),
-    max_leaves=4,
-)
-START_KEYS = [
-    "attempt",
-    "time",
-    "step",
-    "steps",
-    "began",
-    "renamed",
-    "config_changes",
-    "lost",
-    "config",
-    "state",
-]
-END_KEYS = ["attempt", "time", "step", "state", "reason", "exit_code", "saved_step", "lost_tokens"]
-ROW_KEYS = ["step", "time", "loss", "tps", "seconds_per_step", "tokens_seen"]
-
-
-@pytest.mark.slow
-@settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(st.sampled_from(START_KEYS), st.sampled_from(END_KEYS), st.sampled_from(ROW_KEYS), VALUES)
-def test_a_value_of_any_other_type_breaks_neither_the_list_nor_a_resume(
-    tmp_path: Path,
-    start: Start,
-    capsys: pytest.CaptureFixture[str],
-    first: str,
-    end: str,
-    row: str,
-    value: Any,
-) -> None:
-    (tmp_path / ATTEMPTS).unlink(missing_ok=True)
-    start(tmp_path).end("failed", 2, reason="disk")
-    entries = [json.loads(line) for line in (tmp_path / ATTEMPTS).read_text().splitlines()]
-    entries[0][first] = value
-    entries[1][end] = value
-    (tmp_path / ATTEMPTS).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    write_metrics(tmp_path, [training_row(1, 8.0), {**training_row(2, 7.0), row: value}])
-    _listed(capsys, tmp_path)
-    json.loads(_listed(capsys, tmp_path, "--json"))
-    _listed(capsys, tmp_path, "--attempts")
-    assert read_run(tmp_path).rows[0]["loss"] == 8.0
-    MetricsLog(tmp_path / "metrics.jsonl").truncate_after(1)
-    start(tmp_path, step=1)
-    assert main(["runs", str(tmp_path)]) == 0
 
 
 def test_json_is_read_to_a_hundred_levels() -> None:

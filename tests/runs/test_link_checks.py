@@ -58,7 +58,7 @@ BY_NAME = Counter(
         "contrib/resilience/write.py": 1,
         "features/lora/peft.py": 2,
         "assembly/failure.py": 2,
-        "runs/lock.py": 6,
+        "runs/lock.py": 5,
         "assembly/rank_checks.py": 1,
         "cli/launch.py": 2,
         "utils.py": 1,

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,8 +40,8 @@ from titanlite.runs.lock import (
     LockLostError,
     OwnershipCheck,
     RunLock,
-    last_sign_of_life,
 )
+from titanlite.runs.read import last_sign_of_life
 
 HOLDER = (
     "import sys, time; from pathlib import Path; from titanlite.runs.lock import RunLock\n"
@@ -281,23 +280,6 @@ def test_a_run_that_takes_over_is_named_and_one_that_died_doing_so_is_not_in_the
         assert _names(place) == [FILE]
 
 
-def test_a_lock_that_is_being_written_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its creation is exclusive, its content comes while the other waits."""
-    with RunLock(tmp_path):
-        content = (tmp_path / FILE).read_bytes()
-        (tmp_path / FILE).write_bytes(b"")
-
-        def sleep(_: float) -> None:
-            (tmp_path / FILE).write_bytes(content)
-
-        waiting = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
-        monkeypatch.setattr(lock_module, "time", waiting)
-        with pytest.raises(LockedError, match=f"process {os.getpid()} on"), RunLock(tmp_path):
-            pytest.fail("two hold it")
-
-
 def _save(world: DistEnv, folder: str) -> str:
     model, optimizer = make()
     saver = Checkpointer(Checkpoint(enable_checkpoint=True, folder=folder), world, PRINTS)
@@ -393,7 +375,7 @@ def test_the_next_start_waits_for_a_run_that_is_ending(
         RunLock(place).__enter__()
     asked.set()
     deadline = time.monotonic() + 300
-    while not (lock_module._read(place / lock_module.FILE) or {}).get("ending"):
+    while not (lock_module.read_lock(place / lock_module.FILE) or {}).get("ending"):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     lock_module.OwnershipCheck(place, first._token).look()  # it still owns the folder
@@ -404,7 +386,7 @@ def test_the_next_start_waits_for_a_run_that_is_ending(
     assert "was asked to stop and is ending" in caplog.text
     monkeypatch.setattr(lock_module, "ENDING_SECONDS", 0.1)
     with RunLock(place, ending=asked.is_set):
-        while not (lock_module._read(place / lock_module.FILE) or {}).get("ending"):
+        while not (lock_module.read_lock(place / lock_module.FILE) or {}).get("ending"):
             time.sleep(0.02)
         with pytest.raises(LockedError, match="is alive"):
             RunLock(place).__enter__()

@@ -143,20 +143,6 @@ def test_the_loss_counts_from_the_last_checkpoint_and_a_finished_run_has_none(
     assert (end["saved_step"], end["lost_steps"], end["lost_tokens"]) == (saved, lost, 1000 * lost)
 
 
-def test_a_torn_line_costs_only_itself(tmp_path: Path, start: Start) -> None:
-    start(tmp_path).end("done", 40)
-    with open(tmp_path / ATTEMPTS, "a") as file:
-        file.write('{"event": "sta')
-    start(tmp_path, step=40)
-    assert [(e["event"], e["attempt"]) for e in read_entries(tmp_path)] == [
-        ("start", 1),
-        ("end", 1),
-        ("start", 2),
-    ]
-    assert _last(tmp_path)["after"] == "done"
-    assert len((tmp_path / ATTEMPTS).read_text().splitlines()) == 4
-
-
 def test_a_record_that_cannot_be_written_stops_nothing(tmp_path: Path, start: Start) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "run" / ATTEMPTS).mkdir(parents=True)

@@ -114,36 +114,6 @@ def test_runs_are_found_a_few_levels_deep_and_not_inside_checkpoints(tmp_path: P
     assert find_runs(tmp_path) == [tmp_path, tmp_path / "a/b/c"]
 
 
-def test_unreadable_files_are_named_and_hide_nothing_else(
-    tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = write_metrics(
-        tmp_path / "torn", [training_row(1, 8.0), training_row(2, 7.0), training_row(3, 6.0)]
-    )
-    text = (folder / "metrics.jsonl").read_text().splitlines()
-    (folder / "metrics.jsonl").write_text("\n".join([text[0], "{{{", text[2]]) + "\n")
-    start(folder).end("done", 40)
-    write_metrics(tmp_path / "odd", [training_row(1, "much")])
-    (write_metrics(tmp_path / "good", [training_row(1, 6.5)]) / "config.toml").write_text("= 1")
-    found = {
-        Path(run["run"]).name: run for run in json.loads(listed(capsys, str(tmp_path), "--json")[1])
-    }
-    shown = {name: (run["state"], run["loss"], len(run["problems"])) for name, run in found.items()}
-    assert shown == {
-        "torn": ("done", 6.0, 1),
-        "odd": ("unknown", None, 1),
-        "good": ("unknown", 6.5, 1),
-    }
-    status, out, _ = listed(capsys, str(tmp_path))
-    assert status == 0
-    for words in (
-        "torn/metrics.jsonl:2: ",
-        "odd/metrics.jsonl: row of step 1: loss is 'much'",
-        "good/config.toml: ",
-    ):
-        assert f"note: {tmp_path}/{words}" in out
-
-
 def test_names_with_control_characters_make_no_line_and_turn_no_text(
     tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:

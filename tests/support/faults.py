@@ -39,12 +39,8 @@ class SaveEvent(NamedTuple):
 #: the file is cut off first. So the rest seems not written.
 SAVE_EVENTS = {
     "folder made": SaveEvent("os.mkdir", r"/step-STEP$"),
-    "shard begun": SaveEvent("open", r"/step-STEP/[^/]*\.distcp"),
     "shard half": SaveEvent("os.fsync", r"/step-STEP/[^/]*\.distcp"),
-    "shards written": SaveEvent("open", r"/step-STEP/\.metadata"),
     "index half": SaveEvent("os.fsync", r"/step-STEP/\.metadata"),
-    "manifest begun": SaveEvent("open", r"/step-STEP/\.?manifest\.json"),
-    "manifest half": SaveEvent("os.fsync", r"/step-STEP/\.?manifest\.json"),
     "publish": SaveEvent("os.rename", r"-> .*/step-STEP/manifest\.json$"),
     "published": SaveEvent("os.fsync", r"/(step-\d+|checkpoint)$", after="publish"),
     # Of an old checkpoint: its folder gets another name first, then its files go.
@@ -55,10 +51,7 @@ SAVE_EVENTS = {
 PUBLISHED = ("published", "prune", "prune half way")
 #: The same of a local save, whose folder is `rank-R/step-N`.
 LOCAL_EVENTS = {
-    "local part begun": SaveEvent("open", r"/rank-\d+/step-STEP/\w+\.safetensors"),
     "local part half": SaveEvent("os.fsync", r"/rank-\d+/step-STEP/\w+\.safetensors"),
-    "local copy half": SaveEvent("os.fsync", r"/copy-\d+/step-STEP/\w+\.safetensors"),
-    "local manifest half": SaveEvent("os.fsync", r"/rank-\d+/step-STEP/manifest\.json"),
     "local publish": SaveEvent("os.rename", r"-> .*/rank-\d+/step-STEP/manifest\.json$"),
     "local published": SaveEvent("os.fsync", r"/rank-\d+/step-STEP$", after="local publish"),
     "local prune": SaveEvent(

@@ -18,8 +18,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -148,16 +147,6 @@ class HubServer:
         self.server.shutdown()
         self.server.server_close()
 
-    @contextmanager
-    def refused(self) -> Iterator[None]:
-        """Refuse connections until the block ends."""
-        self.__exit__()
-        try:
-            yield
-        finally:
-            self.closing.clear()
-            self.__enter__()
-
 
 def commit(folder: Path) -> str:
     """Return the hash of a repository's state, which changes with its files."""
@@ -211,8 +200,8 @@ class Handler(UploadRoutes, BaseHTTPRequestHandler):
             self.answer(_SLOW_DOWN, after, fault.status)
         elif self.hub.upstream:
             self.forward(self.hub.upstream)
-        elif self.hub.uploads is not None and self.serve_uploads(url.path, content):
-            return
+        elif self.hub.uploads is not None:
+            self.serve_uploads(url.path, content)
         else:
             self.route(self.record.path.strip("/").split("/"))
 

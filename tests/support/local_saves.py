@@ -18,6 +18,7 @@ from titanlite.dist.dist_env import DistEnv
 
 #: Shared checkpoints come after these steps, local saves after all others.
 SHARED = 4
+_STRAIGHT: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
 
 
 def train_both(
@@ -75,7 +76,12 @@ def refused(world: DistEnv, *arguments: Any, **fields: Any) -> str:
 
 
 def straight(pool: Pools, run: Run, folder: Path, ranks: int, last: int) -> list[dict[str, Any]]:
-    return pool(ranks).run(train_both, run, folder / "straight", last, [0] * ranks)
+    """Return the results of a run without a stop; each is trained once."""
+    key = (run.replicas, ranks, last)
+    if key not in _STRAIGHT:
+        nodes = [0] * ranks
+        _STRAIGHT[key] = pool(ranks).run(train_both, run, folder / "straight", last, nodes)
+    return _STRAIGHT[key]
 
 
 def same_end(found: list[dict[str, Any]], straight: list[dict[str, Any]]) -> None:

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.ranks import start_fork_server
-from titanlite.dist.signals import end_with_parent
+from titanlite.dist.parent_death import end_with_parent
 
 #: Seconds of one wait for answers.
 _WAIT = 1.0

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tests.support.faults import NO_FAULT, Fault, inject
-from titanlite.dist.signals import end_with_parent
+from titanlite.dist.parent_death import end_with_parent
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess

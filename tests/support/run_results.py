@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from titanlite.runs.jsonl import read_metrics
+from titanlite.runs.lines import read_metrics
 
 
 def differing(left: Path, right: Path) -> list[str]:

@@ -12,8 +12,7 @@ from tests.support.run_results import checkpoint, differing
 from tests.support.tiny import EIGHT_STEPS
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.data.hashes import add_hashes
-from titanlite.runs.jsonl import read_metrics
-from titanlite.utils import read_lines
+from titanlite.runs.lines import read_lines, read_metrics
 
 STEPS = 8
 INTERVAL = 2

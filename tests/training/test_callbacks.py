@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ from titanlite.config.load import load_file
 from titanlite.config.run_sections import Job, Metrics
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.signals import StopRequested
-from titanlite.metrics.observer import MetricsLogger
+from titanlite.metrics.run_boards import Boards
 from titanlite.optim.bad_step_errors import BadStepError
 from titanlite.runs.attempts import read_entries
 from titanlite.trainer import Trainer
@@ -296,11 +295,9 @@ def test_a_tracker_that_cannot_begin_costs_one_warning(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(doors.OURS["trackers"], "mine", "theirs:NeedsMore")
     check_trackers(["mine"])
-    world: Any = SimpleNamespace(rank=0)
-    meter: Any = None
-    log = MetricsLogger(Metrics(trackers=["mine"]), Job(), world, "", meter)
+    metrics = Metrics(trackers=["mine"], enable_tensorboard=False)
     with listening() as said:
-        log._open_trackers(tmp_path, resumed=False)
+        Boards(metrics, Job(), "", rank=0, step=0, resumed=False)
     assert said == ["the tracker mine is off: " + said[0].partition("off: ")[2]]
     assert "TypeError" in said[0]
 

@@ -108,13 +108,11 @@ def _spread(**changes: Any) -> Any:
     ("run", "value"),
     [
         (replace(RUN, implementation="foreach"), NAN),
-        *(_spread(implementation=name) for name in ("fused", "for-loop")),
-        _spread(accumulation=2),
-        _spread(tensor=2),
+        _spread(tensor=2, accumulation=2),
         _spread(context=2),
         _spread(pipeline=2),
     ],
-    ids=["foreach", "fused", "for-loop", "accumulation", "tensor", "context", "pipeline"],
+    ids=["foreach", "tensor", "context", "pipeline"],
 )
 def test_a_skipped_step_leaves_no_trace(pool: Pools, run: Run, value: float) -> None:
     without = pool(2).run(_train, run, "skip", "activation", None)

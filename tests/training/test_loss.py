@@ -178,18 +178,8 @@ FREED = full_precision(reshard_after_forward="always")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(replace(RUN, accumulation=2), marks=pytest.mark.slow),
-        replace(RUN, training=FREED, args=replace(TINY, tied=True)),
-        pytest.param(replace(RUN, context=2), marks=pytest.mark.slow),
-    ],
-    ids=["fsdp, accumulated", "fsdp, freed, tied", "cp"],
-)
-def test_weights_are_gathered_and_gradients_reduced_as_often_as_for_the_whole(
-    pool: Pools, run: Run
-) -> None:
+def test_weights_are_gathered_and_gradients_reduced_as_often_as_for_the_whole(pool: Pools) -> None:
+    run = replace(RUN, training=FREED, args=replace(TINY, tied=True), accumulation=2)
     whole, parts = (pool(2).run(_step, replace(run, loss_chunks=n)) for n in (1, 4))
     for (expected, calls), (seen, more_calls) in zip(whole, parts, strict=True):
         assert more_calls == 4 * calls > 0
@@ -239,11 +229,8 @@ def test_gradients_are_those_of_the_formulas_and_the_value_is_cross_entropy(
 @pytest.mark.parametrize(
     "layout",
     [
-        {"loss_chunks": 3},
-        {"tensor": 2},
         {"tensor": 2, "loss_chunks": 3},
         {"pipeline": 2, "loss_chunks": 2},
-        pytest.param({"compile": Compile(components=["loss"])}, marks=pytest.mark.slow),
         pytest.param(
             {"compile": Compile(components=["loss"]), "tensor": 2}, marks=pytest.mark.slow
         ),

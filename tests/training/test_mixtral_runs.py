@@ -1,6 +1,4 @@
-"""Training runs of a small Mixtral: equal however the work is divided, with experts that the
-router's loss balances.
-"""
+"""Training runs of a small Mixtral: equal however the work is divided."""
 
 from __future__ import annotations
 
@@ -42,8 +40,6 @@ def alone(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> list[dict[st
 
 PP = "experimental.pipeline_parallel_"
 AC = "--activation_checkpoint.mode="
-BY_OP = [f"{AC}selective", "--activation_checkpoint.selective_ac_option=op"]
-COMPILE = ["--training.compile", "--compile.backend=aot_eager"]
 STAGES = [f"--{PP}degree=2", "--training.batch_size=2"]
 
 
@@ -62,8 +58,6 @@ STAGES = [f"--{PP}degree=2", "--training.batch_size=2"]
             ],
         ),
         (1, [f"{AC}full", "--training.loss_chunks=3"]),
-        pytest.param(1, BY_OP, marks=pytest.mark.slow),
-        pytest.param(1, [f"{AC}full", *COMPILE], marks=pytest.mark.slow),
     ],
 )
 def test_equal_however_the_work_is_divided(
@@ -77,35 +71,6 @@ def test_equal_however_the_work_is_divided(
         assert {n: row[n] for n in names} == pytest.approx(
             {n: expected[n] for n in names}, rel=1e-4
         )
-
-
-@pytest.mark.slow
-def test_the_load_balancing_loss_balances_the_experts(pool: Pools, tmp_path: Path) -> None:
-    """Without it half of a layer's rows go to one of eight experts; the loss per token is as low
-    with it.
-    """
-    last = {}
-    for weight in (0.0, 0.1):
-        flags = [
-            f"--model.overrides.aux_loss={weight}",
-            "--model.overrides.z_loss=0.0",
-            "--training.steps=60",
-        ]
-        flags += [
-            "--training.batch_size=8",
-            "--training.global_batch_size=8",
-            "--metrics.log_freq=30",
-        ]
-        last[weight] = pool(1).run(_run, str(tmp_path / str(weight)), *flags)[0][-1]
-    loose = last[0.0]
-    even = last[0.1]
-    assert loose["experts/max_share"] > 0.35
-    assert loose["experts/entropy"] < 0.9
-    assert even["experts/max_share"] < 0.2
-    assert even["experts/entropy"] > 0.98
-    assert even["experts/aux_loss"] == pytest.approx(2.0, abs=0.05)
-    assert loose["experts/aux_loss"] > 2.3
-    assert even["loss"] < loose["loss"] + 0.05 < 7.0
 
 
 @pytest.mark.slow

@@ -16,15 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.train_runs import TINY, flags, global_batches, rows, saved, train, unequal
+from tests.support.train_runs import TINY, flags, global_batches, rows, train, unequal
 from titanlite.assembly.datasets import read_datasets
 from titanlite.assembly.phase_resize import Resizer
 from titanlite.config.data_sections import DataPhase
 from titanlite.config.run_sections import Comm, Stall
 from titanlite.data.hashes import add_hashes
 from titanlite.data.phases import Phases
-from titanlite.dist import dist_env
-from titanlite.metrics import run_callbacks
+from titanlite.metrics import run_callbacks, timeouts
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.resolve.load import load_config
 from titanlite.run.features import moe_layers_of
@@ -63,8 +62,8 @@ def tokens(folder: Path) -> list[int]:
     return [row[4] for row in rows(folder)]
 
 
-def small_lines(folder: Path) -> Path:
-    """Write a folder of JSON lines, which is streamed in lanes."""
+def mixture(folder: Path) -> list[str]:
+    """Write a folder of JSON lines; return the flags of a mixture that streams it in lanes."""
     folder.mkdir()
     for number in range(8):
         lines = []
@@ -72,58 +71,23 @@ def small_lines(folder: Path) -> Path:
             text = " ".join(f"w{number}x{line}x{word}" for word in range(12))
             lines.append(json.dumps({"text": text}))
         (folder / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
-    return folder
+    text = f'--data.source=[{{name="a",path="{folder}",weight=2}},{{name="c4_validation"}}]'
+    return ["--data.streaming", "--data.lanes=4", "--data.shuffle_buffer=16", text]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["corpus", "stream", "mixture"])
 def test_a_ramp_of_batches_serves_each_sequence_once_on_any_number_of_ranks(
-    tmp_path: Path, kind: str
-) -> None:
-    more: list[str] = []
-    if kind != "corpus":
-        lines = small_lines(tmp_path / "lines")
-        more = ["--data.streaming", "--data.lanes=4", "--data.shuffle_buffer=16"]
-        text = f"--training.dataset_path={lines}"
-        if kind == "mixture":
-            text = f'--data.source=[{{name="a",path="{lines}",weight=2}},{{name="c4_validation"}}]'
-        more.append(text)
-    wanted = cut(straight(tmp_path / "straight", *more), SIZES)
-    for ranks in (1, 4):
-        folder = tmp_path / str(ranks)
-        codes, console = train(flags(folder, *more, PHASES), ranks, tmp_path / "console")
-        assert codes == [0] * ranks, console
-        assert global_batches(folder, ranks) == wanted
-        assert tokens(folder) == [sum(SIZES[:step]) * SEQ_LEN for step in range(1, 9)]
-        assert "from here on a step has 8 sequences of 16 tokens, 128 in all; it had 4" in console
-
-
-@pytest.mark.slow
-def test_a_resume_before_at_and_after_a_border_is_exact_also_on_other_ranks(
     tmp_path: Path,
 ) -> None:
-    straight_run = tmp_path / "straight"
-    assert train(flags(straight_run, PHASES), 2, tmp_path / "console")[0] == [0, 0]
-    wanted = global_batches(straight_run, 2)
-    # Checkpoints lie after steps 2, 4 and 6. Borders are after steps 2, 5 and 7.
-    for stopped, counts in ((2, (2,)), (4, (1, 2, 4)), (7, (2,))):
-        first = tmp_path / f"to-{stopped}"
-        codes, console = train(
-            flags(first, PHASES, f"--training.steps={stopped}"), 2, tmp_path / "console"
-        )
-        assert codes == [0, 0], console
-        assert saved(first)[-1] == f"step-{stopped}"
-        for ranks in counts:
-            again = tmp_path / f"{stopped}-{ranks}"
-            shutil.copytree(first, again, ignore=shutil.ignore_patterns("batches.*"))
-            codes, console = train(flags(again, PHASES), ranks, tmp_path / "console")
-            assert codes == [0] * ranks, console
-            assert "resume verified" in console or ranks != 2, console
-            found = global_batches(again, ranks)
-            assert all(found[step] == wanted[step] for step in range(stopped + 1, 9))
-            assert tokens(again) == tokens(straight_run)
-        assert rows(tmp_path / f"{stopped}-2") == rows(straight_run)
-        assert unequal(straight_run, tmp_path / f"{stopped}-2") == []
+    """The straight run has one rank."""
+    more = mixture(tmp_path / "lines")
+    wanted = cut(straight(tmp_path / "straight", *more), SIZES)
+    folder = tmp_path / "run"
+    codes, console = train(flags(folder, *more, PHASES), 4, tmp_path / "console")
+    assert codes == [0] * 4, console
+    assert global_batches(folder, 4) == wanted
+    assert tokens(folder) == [sum(SIZES[:step]) * SEQ_LEN for step in range(1, 9)]
+    assert "from here on a step has 8 sequences of 16 tokens, 128 in all; it had 4" in console
 
 
 @pytest.mark.slow
@@ -156,7 +120,7 @@ def test_another_batch_for_steps_that_are_done_is_refused(tmp_path: Path) -> Non
 
 #: Steps of 8 sequences of 16 tokens, from step 3 on 4 of 32, from step 6 on 4 of 64, then 16 of 16.
 LENGTHS = (
-    "--data.phase=[{step=3,seq_len=32,global_batch_size=4},{tokens=640,seq_len=64},"
+    "--data.phase=[{step=3,seq_len=32,global_batch_size=4,lr=0.002},{tokens=640,seq_len=64},"
     "{step=8,seq_len=16,global_batch_size=16}]"
 )
 #: Sequences and tokens of each.
@@ -196,20 +160,13 @@ def rows_of(*more: str) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["corpus", "stream", "mixture", "masks"])
+@pytest.mark.parametrize("kind", ["mixture", "masks"])
 def test_sequences_of_other_lengths_go_on_in_one_stream_of_tokens(
     tmp_path: Path, kind: str
 ) -> None:
-    more = [*EIGHT]
-    if kind == "masks":
-        more.append("--data.mask_documents")
-    if kind in ("stream", "mixture"):
-        lines = small_lines(tmp_path / "lines")
-        more += ["--data.streaming", "--data.lanes=4", "--data.shuffle_buffer=16"]
-        text = f"--training.dataset_path={lines}"
-        if kind == "mixture":
-            text = f'--data.source=[{{name="a",path="{lines}",weight=2}},{{name="c4_validation"}}]'
-        more.append(text)
+    more = [*EIGHT, "--data.mask_documents"]
+    if kind == "mixture":
+        more = [*EIGHT, *mixture(tmp_path / "lines")]
     seen = []
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
@@ -249,26 +206,35 @@ def test_a_resume_around_a_border_of_lengths_is_exact_also_on_other_ranks(tmp_pa
         assert unequal(whole, tmp_path / f"{stopped}-2") == []
 
 
+#: Of runs that are divided.
+TWO_LAYERS = [*EIGHT, "--model.overrides.n_layers=2", "--training.batch_size=2", LENGTHS]
+TWO_LAYERS.append("--no-checkpoint.enable_checkpoint")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("plain")
+    assert train(flags(folder / "run", *TWO_LAYERS), 1, folder / "console")[0] == [0]
+    return rows(folder / "run")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("divided", ["context", "pipeline", "tensor", "chunks"])
-def test_ranks_that_share_the_work_follow_the_length(tmp_path: Path, divided: str) -> None:
-    more = [*EIGHT, "--model.overrides.n_layers=2", "--training.batch_size=2", LENGTHS]
-    more.append("--no-checkpoint.enable_checkpoint")
-    plain = tmp_path / "plain"
-    assert train(flags(plain, *more), 1, tmp_path / "console")[0] == [0]
-    more += {
+@pytest.mark.parametrize("divided", ["context", "pipeline", "tensor"])
+def test_ranks_that_share_the_work_follow_the_length(
+    plain: list[Any], tmp_path: Path, divided: str
+) -> None:
+    more = {
         "context": ["--experimental.context_parallel_degree=2", "--data.mask_documents=false"],
         "pipeline": [
             "--experimental.pipeline_parallel_degree=2",
             "--experimental.pipeline_parallel_schedule=1F1B",
         ],
         "tensor": ["--training.tensor_parallel_degree=2"],
-        "chunks": ["--training.loss_chunks=3"],
     }[divided]
     other = tmp_path / "other"
-    codes, console = train(flags(other, *more), 2, tmp_path / "console")
+    codes, console = train(flags(other, *TWO_LAYERS, *more), 2, tmp_path / "console")
     assert codes == [0, 0], console
-    for one, shared in zip(rows(plain), rows(other), strict=True):
+    for one, shared in zip(plain, rows(other), strict=True):
         assert one[1:3] == pytest.approx(shared[1:3], rel=2e-5)
         assert one[3:] == shared[3:]
 
@@ -288,11 +254,11 @@ def test_a_step_of_another_size_has_the_patience_of_a_first_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limits: list[float] = []
-    monkeypatch.setattr(run_callbacks, "set_timeouts", limits.append)
-    monkeypatch.setattr(dist_env, "_set_timeout", lambda time: limits.append(time.seconds))
+    monkeypatch.setattr(timeouts, "set_timeouts", limits.append)
+    monkeypatch.setattr(timeouts, "set_timeout", lambda time: limits.append(time.seconds))
     phases = Phases([DataPhase(step=3, seq_len=2, global_batch_size=4)], {}, 8, 8)
     watch: Any = HangWatchdog(Stall(), Comm(), end=None)
-    every = [run_callbacks.Watchdog(watch, entered=True), run_callbacks.Timeouts(300, 100)]
+    every = [run_callbacks.Watchdog(watch, entered=True), timeouts.Timeouts(300, 100)]
     trainer: Any = SimpleNamespace(parts=SimpleNamespace(course=phases.course()))
     patient = []
     for step in range(1, 6):

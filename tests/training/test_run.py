@@ -24,7 +24,7 @@ from titanlite.checkpoint.resume import begin_from
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.dist.dist_env import DistEnv
 from titanlite.runs.attempts import read_attempts
-from titanlite.runs.jsonl import read_metrics
+from titanlite.runs.lines import read_metrics
 from titanlite.trainer import Trainer
 
 #: The flags with which a resumed `golden` run trains as it did.
@@ -184,34 +184,6 @@ def test_a_run_in_epochs_that_is_built_by_hand_has_its_length(pool: Pools, tmp_p
 
 
 @pytest.mark.slow
-def test_epochs_end_where_the_text_ends(pool: Pools, tmp_path: Path) -> None:
-    """One pass over a small file, on 1 and on 2 ranks: same steps, same losses, the padded last
-    batch included.
-    """
-    text = tmp_path / "text.jsonl"
-    with open(text, "w") as stream:
-        for n in range(40):
-            record = {
-                "text": f"Verse {n}: in the beginning was the word, and the word was number {n * n}."  # noqa: E501
-            }
-            stream.write(
-                json.dumps({**record, "timestamp": "2026-01-01T00:00:00Z", "url": f"test:{n}"})
-                + "\n"
-            )
-    flags = [
-        "--training.epochs=2",
-        f"--training.dataset_path={text}",
-        "--no-checkpoint.enable_checkpoint",
-    ]
-    one, two = (pool(n).run(train_run, str(tmp_path / str(n)), *flags)[0] for n in (1, 2))
-    assert one["step"] == two["step"] > 3
-    for step, (loss, norm, _) in losses_of(one["rows"]).items():
-        other = losses_of(two["rows"])[step]
-        assert abs(loss - other[0]) < 5e-6
-        assert abs(norm - other[1]) < 1e-4 * norm
-
-
-@pytest.mark.slow
 def test_earlier_metrics_are_kept_not_mixed(pool: Pools, golden: GoldenRun, tmp_path: Path) -> None:
     golden.copy(tmp_path)
     fresh = pool(1).run(
@@ -225,8 +197,8 @@ def test_earlier_metrics_are_kept_not_mixed(pool: Pools, golden: GoldenRun, tmp_
 
 def test_wrong_config_exits_2_before_torch_is_imported() -> None:
     code = (
-        "import sys; from titanlite import main; from titanlite.assembly import failure\n"
-        "failure.exit_now = lambda code, _: sys.exit(code + 40 * ('torch' in sys.modules))\n"
+        "import sys; from titanlite import exit_codes, main\n"
+        "exit_codes.exit_now = lambda code, _: sys.exit(code + 40 * ('torch' in sys.modules))\n"
         "main.main()"
     )
     wrong = python("-c", code, "--training.setps=3", "--optimizer.lr=fast")
@@ -239,15 +211,8 @@ def test_wrong_config_exits_2_before_torch_is_imported() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["-m", "titanlite", "train", "debug_model.toml", "--nproc-per-node", "2"],
-        [*TORCHRUN, "train.py", "--job.config_file=debug_model.toml"],
-    ],
-    ids=["titanlite", "torchrun"],
-)
-def test_two_ranks_train_and_write_what_they_say(command: list[str], tmp_path: Path) -> None:
+def test_two_ranks_train_and_write_what_they_say(tmp_path: Path) -> None:
+    command = ["-m", "titanlite", "train", "debug_model.toml", "--nproc-per-node", "2"]
     done = python(*command, *TWENTY_STEPS, f"--job.dump_folder={tmp_path}", "--training.steps=4")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step:  4") == done.stdout.count("config: ") == 1, "only rank 0 prints"
@@ -255,9 +220,7 @@ def test_two_ranks_train_and_write_what_they_say(command: list[str], tmp_path: P
     assert (tmp_path / "checkpoint" / "step-4" / "manifest.json").is_file()
     assert len(losses_of(read_metrics(tmp_path / "metrics.jsonl"))) == 4
     environment = read_attempts(tmp_path)[0]["environment"]
-    assert environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") == (
-        "300" if "titanlite" in command else None
-    )
+    assert environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") == "300"
 
 
 @pytest.mark.slow

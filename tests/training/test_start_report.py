@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.support.golden_run import GoldenRun
 from titanlite.assembly import start_report as opening
+from titanlite.assembly.schedule_change import schedule_change
 from titanlite.checkpoint.loaded import LoadedState
 from titanlite.config.sections import (
     Checkpoint,
@@ -22,7 +23,7 @@ def test_phases_count_as_a_part_of_the_schedule() -> None:
 
     def change(before: LearningRate, now: LearningRate) -> str | None:
         state = json.loads(json.dumps({"schedule": before.record()}))
-        return opening.schedule_change(LoadedState(6, state), now, 10)
+        return schedule_change(LoadedState(6, state), now, 10)
 
     assert change(plain, plain) is None
     assert change(halved, halved) is None
@@ -34,7 +35,7 @@ def test_schedules_of_another_version_are_told_without_their_rates() -> None:
     now = LearningRate(Schedule(10, 2, "constant", "titan", 0.0), 1e-3)
     for name, value in {"decay_type": "wavelet", "warmup_steps": "2 %", "phases": [8]}.items():
         state = {"schedule": {**now.record(), name: value}}
-        found = opening.schedule_change(LoadedState(6, state), now, 10)
+        found = schedule_change(LoadedState(6, state), now, 10)
         assert found is not None
         assert f"schedule changed since step 6: {name} {value} -> " in found
         assert "learning rate of step" not in found

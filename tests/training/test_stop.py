@@ -27,7 +27,7 @@ from titanlite.dist import signals
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.signals import SIGNALS, StopRequested, StopSignal
 from titanlite.runs.attempts import read_entries
-from titanlite.runs.jsonl import read_metrics
+from titanlite.runs.lines import read_metrics
 from titanlite.trainer import Trainer
 
 #: No save but for a signal, and at the end.

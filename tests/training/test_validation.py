@@ -91,7 +91,7 @@ def _validated(world: DistEnv, folder: str, *flags: str) -> bool:
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("reshard", ["default", "never", "2"])
+@pytest.mark.parametrize("reshard", ["default", "2"])
 def test_the_models_parameters_are_those_of_the_optimizer(
     pool: Pools, tmp_path: Path, reshard: str
 ) -> None:
@@ -129,7 +129,7 @@ def test_each_text_has_the_loss_that_it_has_alone_and_all_count_by_tokens(
     assert abs(mean - plain_mean) > 1e-3
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_full_pass_gives_the_same_losses_on_any_number_of_ranks(
     pool: Pools, files: dict[str, Path], one_rank: dict[str, float], tmp_path: Path, ranks: int
 ) -> None:

@@ -22,7 +22,6 @@ from titanlite.assembly.callbacks import build_callbacks
 from titanlite.assembly.datasets import Datasets, read_datasets
 from titanlite.assembly.loaders import LoaderParts, build_loaders
 from titanlite.assembly.model import ModelParts, build_model, build_step
-from titanlite.assembly.own_callbacks import load_callbacks
 from titanlite.assembly.preflight import check_model
 from titanlite.callbacks import Callback, Callbacks
 from titanlite.config.errors import unfit
@@ -65,8 +64,6 @@ class TrainingComponents:
     saves: SaveParts | None
     #: The sizes of the steps from where the run started or went back to.
     course: Course
-    #: Fits the model's parts to the size of a step.
-    resize: Callable[[StepSize], object] = do_nothing
     callbacks: list[Callback] = field(default_factory=list)
     #: Service → id of the run there, for checkpoints.
     trackers: Callable[[], dict[str, str]] = dict
@@ -113,6 +110,15 @@ class TrainingComponents:
         return self.run.steps
 
     @cached_property
+    def resize(self) -> Callable[[StepSize], object]:
+        """What fits the model's parts to the size of a step."""
+        if not self.run.data.phase:
+            return do_nothing
+        from titanlite.assembly.phase_resize import Resizer
+
+        return Resizer(self.run, self.model_parts, self.loaders.course.size(1))
+
+    @cached_property
     def anomalies(self) -> AnomalyLog:
         """What reports bad steps."""
         from titanlite.metrics.anomalies import AnomalyLog
@@ -137,12 +143,15 @@ def build(
 ) -> TrainingComponents:
     """Build everything that a loop needs, on this rank's device. All ranks call it together.
 
-    datasets: of `read_datasets`; None: read here. watchdog: entered by the caller; None: one that
-    only logs. callbacks: run after titanlite's own; None: those of `job.callbacks`. Raises
-    ConfigError as `check_model` does.
+    datasets: None: of `read_datasets`. watchdog: entered by the caller; None: one that only logs.
+    callbacks: run after titanlite's own; None: those of `job.callbacks`. Raises ConfigError.
     """
     ensure_console(world.rank)
-    own = load_callbacks(run.job.callbacks) if callbacks is None else callbacks
+    own = callbacks or ()
+    if callbacks is None and run.job.callbacks:
+        from titanlite.assembly.own_callbacks import load_callbacks
+
+        own = load_callbacks(run.job.callbacks)
     if run.optimizer.early_step_in_backward and Callbacks(own).have("before_update"):
         key = "optimizer.early_step_in_backward"
         raise unfit(key, "excludes callbacks with before_update: gradients never exist all at once")
@@ -158,8 +167,7 @@ def build(
         compare_ranks(run, world, datasets)
     model = build_model(run, world, datasets.tokenizer.vocab_size)
     optimizer, step = build_step(run, model)
-    ema = run.features.ema
-    average = None if ema is None else ema.begin(model.model)
+    average = ema.begin(model.model) if (ema := run.features.ema) else None
     loaders = build_loaders(run, model.mesh, datasets, average)
     rate = LearningRate(run.schedule, run.optimizer.peak_lr, course=loaders.course)
     if loaders.phases is not None:
@@ -181,17 +189,8 @@ def build(
         loaders=loaders,
         saves=saves,
         course=loaders.course,
-        resize=_resizer(run, model, loaders.course.size(1)),
     )
     parts.callbacks, parts.trackers = build_callbacks(parts, watchdog, own)
     if run.debug.deterministic:
         use_deterministic(run.debug.deterministic_warn_only)
     return parts
-
-
-def _resizer(run: RunConfig, model: ModelParts, size: StepSize) -> Callable[[StepSize], object]:
-    if not run.data.phase:
-        return do_nothing
-    from titanlite.assembly.phase_resize import Resizer
-
-    return Resizer(run, model, size)

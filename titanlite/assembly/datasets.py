@@ -44,7 +44,10 @@ def read_datasets(run: RunConfig, share: Share = alone) -> Datasets:
     # Text takes long; a vocabulary that is the tokenizer's was not known when the config was
     # checked.
     if run.checkpoint.initial_load_path is not None:
-        _compare_source(run, tokenizer.vocab_size)
+        from titanlite.resolve.folder_shape import source_problems
+
+        args = run.model_args(tokenizer.vocab_size)
+        refuse(list(source_problems(run.model, run.checkpoint, args)))
     train = read_training_text(run, tokenizer, share)
     if run.steps:
         train.check_length(run.course, run.steps)
@@ -55,13 +58,6 @@ def read_datasets(run: RunConfig, share: Share = alone) -> Datasets:
     if tasks is None:
         return Datasets(tokenizer, train, validation)
     return Datasets(tokenizer, train, validation, tasks.load(run, share))
-
-
-def _compare_source(run: RunConfig, vocabulary: int) -> None:
-    """Raise ConfigError if the run starts from another model."""
-    from titanlite.resolve.folder_shape import source_problems
-
-    refuse(list(source_problems(run.model, run.checkpoint, run.model_args(vocabulary))))
 
 
 def read_training_text(run: RunConfig, tokenizer: Tokenizer, share: Share = alone) -> Rows:

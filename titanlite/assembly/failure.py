@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError
@@ -106,6 +105,14 @@ def print_error(message: str, code: int) -> int:
     return code
 
 
+def print_stop(error: BaseException) -> int:
+    """Return the code of a run that was asked to stop; say so where nothing has logged it."""
+    together = getattr(error, "together", False)
+    if not together and os.environ.get("LOCAL_RANK", "0") == "0":
+        say(f"stopped: {str(error) or 'second Ctrl-C'}")
+    return exit_codes.code_of(error)
+
+
 def print_unforeseen(error: Exception) -> str:
     """Print an unforeseen error with its traceback; return its last line."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -136,11 +143,3 @@ def tell_sagemaker(message: str, code: int) -> None:
             elif known.exists():
                 return
             Path(folder, "failure").write_text(f"{message}\n", encoding="utf-8")
-
-
-def exit_now(code: int, last_error: str = "") -> NoReturn:
-    """End this process here and now."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # its reader may be gone
-            stream.flush()
-    exit_codes.end_process(code, last_error)

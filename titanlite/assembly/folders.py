@@ -19,8 +19,6 @@ from titanlite.utils import LinkError, atomic_write, logger
 if TYPE_CHECKING:
     from titanlite.checkpoint.store_paths import AnyPath
 
-#: Folder of the last collectives, for a run that hangs.
-TRACES = "comm_traces"
 #: Names of files that a run writes into its folder.
 _OWN_FILE = re.compile(r".*\.jsonl|config.*\.toml|git.*\.diff|run\.(json|lock)|.*-run-id")
 _NO_LINKS = "or name its target by the key of the folder, such as checkpoint.folder"
@@ -52,7 +50,7 @@ def lock_folders(
 
 def _refuse_links(run_folder: Path, checkpoints: str, others: Sequence[str]) -> None:
     """Raise ConfigError for a link below the run's folder: it may come from somebody else."""
-    from titanlite.runs import HUB
+    from titanlite.runs import HUB, TRACES
     from titanlite.runs.logs import FOLDER as LOGS
 
     try:

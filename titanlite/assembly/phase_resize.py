@@ -27,7 +27,11 @@ class Resizer:
         self._model = model
         self._size = size
         if run.training.compile and len(run.legs) > 1:
-            _allow_graphs(len(run.legs))
+            import torch
+
+            # In training and in validation. Beyond eight torch would end the run.
+            config = torch._dynamo.config
+            config.recompile_limit = max(config.recompile_limit, 4 + 2 * len(run.legs))
 
     def __call__(self, size: StepSize) -> None:
         before = self._size
@@ -44,17 +48,6 @@ class Resizer:
         runner = self._model.runner
         if isinstance(runner, Resizable):
             runner.resize(size.sequences // at_once, rank_len)
-
-
-def _allow_graphs(sizes: int) -> None:
-    """Let torch compile a function once more for each size of a step, in training and validation.
-
-    Beyond eight it would end the run.
-    """
-    import torch
-
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, 4 + 2 * sizes)
 
 
 def _in_words(size: StepSize) -> str:

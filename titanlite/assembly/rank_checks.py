@@ -34,6 +34,7 @@ from titanlite.checkpoint.store_paths import StorePath, to_path
 from titanlite.dist.dist_env import DistEnv, gather_objects
 from titanlite.metrics.throughput import device_name
 from titanlite.runs import provenance
+from titanlite.runs.config_changes import config_changes
 from titanlite.utils import counted, human_bytes, human_time, logger
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ def _describe(world: DistEnv, texts: Mapping[str, str], first: str, mine: str) -
         kind = f"{device}, {about.major}.{about.minor}, {about.multi_processor_count}"
     local: list[str] = []
     other: list[str] = []
-    for key, change in provenance.config_changes(first, mine).items():
+    for key, change in config_changes(first, mine).items():
         # Hosts may have other paths and another [launch].
         before, _, now = _PATH.sub("path", change).partition(" -> ")
         is_local = before == now or key.startswith("launch.")

@@ -45,7 +45,15 @@ def report_lines(parts: TrainingComponents, steps: int, peak: float | None) -> l
     run = with_steps(parts.run, steps)
     rows = [*_rows(parts, run, peak)]
     rows += [("note", note) for note in run.notes if not note.startswith(_SHOWN)]
-    rows += [("warning", warning) for warning in _warnings(parts, run)]
+    name = public_name(run.training.dataset_path or run.training.dataset)
+    datasets = parts.datasets
+    warnings = [*filter(None, [accelerator_warning()]), *run.warnings]
+    warnings += file_warnings(datasets.train, name)
+    for title, held_out in datasets.validation.items():
+        warnings += file_warnings(held_out, f"validation {title}".strip())
+    if run.steps is not None:
+        warnings += pass_warnings(datasets.train, name, run.course.position_after(run.steps))
+    rows += [("warning", warning) for warning in warnings]
     width = max(len(name) for name, _ in rows if name not in _LAST)
     lines = [f"{name:<{width}}  {text}" for name, text in rows if name not in _LAST]
     for kind in _LAST:
@@ -178,15 +186,3 @@ def schedule_text(schedule: Schedule, floor: float) -> str:
     if schedule.total_steps is not None:
         parts.append(f"{counted(schedule.total_steps, unit)} in all")
     return ", ".join(parts)
-
-
-def _warnings(parts: TrainingComponents, run: RunConfig) -> list[str]:
-    name = public_name(run.training.dataset_path or run.training.dataset)
-    datasets = parts.datasets
-    found = [*filter(None, [accelerator_warning()]), *run.warnings]
-    found += file_warnings(datasets.train, name)
-    for title, held_out in datasets.validation.items():
-        found += file_warnings(held_out, f"validation {title}".strip())
-    if run.steps is not None:
-        found += pass_warnings(datasets.train, name, run.course.position_after(run.steps))
-    return found

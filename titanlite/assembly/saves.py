@@ -45,7 +45,10 @@ def build_saves(
     from titanlite.data.tokenizer.load_local import tokenizer_path
 
     if run.checkpoint.last_save_in_hf:
-        _check_hf_form(run, args)
+        try:
+            hf_form(run.spec, args)
+        except ValueError as error:
+            raise unfit("checkpoint.last_save_in_hf", str(error)) from None
     prints = fingerprints(run.model.name, args, datasets)
     tokenizer = tokenizer_path(run.model.tokenizer_path, run.model.name)
     about: dict[str, Any] = {
@@ -67,10 +70,3 @@ def build_saves(
         saver, schedule = local.parts()
     checkpointer = saver(section, world, prints, about, files, averages=averages, base=base)
     return SaveParts(checkpointer, schedule(section, world))
-
-
-def _check_hf_form(run: RunConfig, args: Any) -> None:
-    try:
-        hf_form(run.spec, args)
-    except ValueError as error:
-        raise unfit("checkpoint.last_save_in_hf", str(error)) from None

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from titanlite.assembly.report_rows import WARNING, report_lines
 from titanlite.callbacks import Callback
 from titanlite.config.sections import Checkpoint
-from titanlite.optim.schedule import LearningRate
 from titanlite.utils import counted, logger
 
 if TYPE_CHECKING:
@@ -84,10 +82,12 @@ class StartReport(Callback):
                 "means to go back to the full checkpoint before it"
             )
         yield from self._attempts.lines
-        if loaded is not None and (
-            change := schedule_change(loaded, trainer.parts.learning_rate, trainer.steps)
-        ):
-            yield f"{WARNING}{change}"
+        if loaded is not None:
+            from titanlite.assembly.schedule_change import schedule_change
+
+            change = schedule_change(loaded, trainer.parts.learning_rate, trainer.steps)
+            if change:
+                yield f"{WARNING}{change}"
         if trainer.step >= trainer.steps and not trainer.owed:
             key = (
                 "training.epochs"
@@ -120,33 +120,3 @@ def began(section: Checkpoint, loaded: LoadedState | None, source_key: str = SOU
     if section.initial_load_path is not None:
         why += f"; so {source_key} is not used"
     return f"resumed from step {loaded.step} in {section.folder}{but} ({why})"
-
-
-#: What the record of a schedule leaves out where it is so.
-_PLAIN = {"phases": [], "peaks": [], "in_tokens": False}
-
-
-def schedule_change(loaded: LoadedState, rate: LearningRate, steps: int) -> str | None:
-    """Return how learning rates differ from the checkpoint's, if they do."""
-    saved = loaded.train.get("schedule")
-    if loaded.origin != "resume" or "lr_scheduler" in loaded.left_out or type(saved) is not dict:
-        return None
-    now = {**_PLAIN, **rate.record()}
-    before = {**_PLAIN, **saved}
-    changed = {}
-    for name, value in now.items():
-        if before.get(name, value) != value:
-            changed[name] = before[name]
-    first = loaded.step + 1
-    coming = range(first, steps + 1)
-    rates = ""
-    # Another version may have schedules that are not known here.
-    with suppress(TypeError, ValueError, KeyError, ArithmeticError):
-        earlier = rate.with_record({**now, **changed})
-        if all(earlier(step) == rate(step) for step in coming[:: max(len(coming) // 1000, 1)]):
-            return None
-        rates = f"; learning rate of step {first}: {earlier(first):.3g} -> {rate(first):.3g}"
-    words = ", ".join(f"{name} {then} -> {now[name]}" for name, then in changed.items())
-    total = changed.get("total_steps")
-    keep = "" if total is None else f"; lr_scheduler.total_steps = {total} keeps the old length"
-    return f"the learning-rate schedule changed since step {loaded.step}: {words}{rates}{keep}"

@@ -119,7 +119,11 @@ class AsyncSave:
             parts = {name: plain_local(tensor) for name, tensor in tensors.items()}
             copies = cast(Tensors, self._stager.stage(parts))
             self._copied.set()
-            return {name: _like(tensors[name], part) for name, part in copies.items()}
+            copied = dict(copies)
+            for name, tensor in tensors.items():
+                if isinstance(tensor, DTensor):
+                    copied[name] = DTensor(copies[name], tensor._spec, requires_grad=False)
+            return copied
 
         def run() -> None:
             problem = ""
@@ -208,9 +212,3 @@ def async_save(config: Checkpoint, world: DistEnv) -> AsyncSave | None:
     if config.async_mode == "disabled":
         return None
     return AsyncSave(world.device, pinned=config.async_mode == "async_with_pinned_mem")
-
-
-def _like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
-        return part
-    return DTensor(part, tensor._spec, requires_grad=False)

@@ -31,7 +31,7 @@ from titanlite.config import trust
 from titanlite.models.args import from_record
 from titanlite.models.families import get_spec
 from titanlite.models.spec import ModelSpec
-from titanlite.runs.provenance import config_changes
+from titanlite.runs.config_changes import config_changes
 
 if TYPE_CHECKING:
     from titanlite.config.sections import Checkpoint
@@ -63,6 +63,12 @@ _FIXED = (
     "Start this run elsewhere with another --checkpoint.folder or --job.dump_folder, or configure "
     "it as that run was"
 )
+_MEANT = (
+    "Start this one elsewhere with another --checkpoint.folder or --job.dump_folder, or configure "
+    "it as that run was. If the change is meant, say so: --checkpoint.allow_changes="
+)
+#: Name of a difference → its word in `checkpoint.allow_changes`, where it has another one.
+_WORDS = {"data order": "data", "text files": "data"}
 #: Changed keys of the config that a refusal names.
 _KEYS = 8
 
@@ -106,17 +112,20 @@ class Chooser:
 
         expected: as for `Checkpointer.load`.
         """
-        config = self.config
-        found = self._find_own()
-        if config.start == "fresh" and (found.manifest is not None or found.passed):
-            place = self.root if found.manifest is None else self.folder_of(found.manifest).parent
+        config, step = self.config, self.config.load_step
+        found = self.newest() if step == -1 else self._find_step(step)
+        newest = found.manifest
+        if config.start == "fresh" and (newest is not None or found.passed):
+            place = self.root if newest is None else self.folder_of(newest).parent
             raise CheckpointError(
                 f'checkpoint.start = "fresh", but {place} holds checkpoints already: choose '
                 "another checkpoint.folder or job.dump_folder, or move them away"
             )
-        self._refuse_ended(found.manifest)
+        done = last_hf_step(self.root)
+        if done >= (0 if newest is None else newest.step):
+            raise CheckpointError(f"{hf_folder(self.root, done)} {_ENDED}")
         demanded = config.start == "resume"
-        if found.manifest is not None or found.passed or demanded:
+        if newest is not None or found.passed or demanded:
             return self.judge_own(self._to_resume(found, demanded), found.passed, expected)
         if config.initial_load_path is not None:
             return self.choose_source()
@@ -135,11 +144,9 @@ class Chooser:
         try:
             if holds_adapters(path):
                 return self._judge_peft(path)
-            if adapted:
-                return self._judge_adapters(self._judge_source(path))
-            if self.config.initial_load_in_hf or holds_weights(path):
+            if not adapted and (self.config.initial_load_in_hf or holds_weights(path)):
                 return self._judge_foreign(path)
-            return self._judge_source(path)
+            return self._judge_source(path, adapted)
         except (CheckpointError, StoreError) as error:
             raise CheckpointError(f"{key}: {error}") from None
 
@@ -168,10 +175,7 @@ class Chooser:
     def folder_of(self, manifest: Manifest) -> AnyPath:
         return step_folder(self.root, manifest.step)
 
-    def _find_own(self) -> Found:
-        step = self.config.load_step
-        if step == -1:
-            return self.newest()
+    def _find_step(self, step: int) -> Found:
         asked = f"checkpoint.load_step = {step}"
         try:
             found = find(self.root, step, self.bad)
@@ -195,15 +199,6 @@ class Chooser:
             way_out = _WAY_OUT if found.passed else ""
             raise CheckpointError(f"{lead}{error}{way_out}") from None
 
-    def _refuse_ended(self, newest: Manifest | None) -> None:
-        """Raise CheckpointError where the last save of this run is in Hugging Face's format."""
-        done = last_hf_step(self.root)
-        before = 0
-        if newest is not None:
-            before = newest.step
-        if done >= before:
-            raise CheckpointError(f"{hf_folder(self.root, done)} {_ENDED}")
-
     # Judgements
 
     def judge_own(
@@ -215,14 +210,23 @@ class Chooser:
             raise CheckpointError(f"{folder} {_WEIGHTS_ONLY}")
         notices = _notices(self.root, manifest, passed)
         differ = self._differences(manifest, expected)
-        words = dict.fromkeys(map(_word_of, differ))
+        words = dict.fromkeys(_WORDS.get(name, name.replace(" ", "_")) for name in differ)
         missing = [word for word in words if word not in self.config.allow_changes]
         if missing:
-            raise CheckpointError(self._of_another_run(folder, manifest, differ, missing))
+            lines = "".join(f"\n  {name}: {difference}" for name, difference in differ.items())
+            changes = config_changes(manifest.config.get("toml"), self.run_config.get("toml"))
+            keys = [f"{key}: {change}" for key, change in changes.items()]
+            if keys:
+                more = "; …" if len(keys) > _KEYS else ""
+                lines += f"\n  in the config: {'; '.join(keys[:_KEYS])}{more}"
+            way = _FIXED
+            if not any(word in _OF_ADAPTERS for word in missing):
+                way = f"{_MEANT}{','.join(missing)}"
+            raise CheckpointError(f"{folder} is of another run:{lines}\n{way}")
         for word in words:
             notices.append(f"another {word.replace('_', ' ')}, by checkpoint.allow_changes")
-        changes = tuple(f"{name}: {difference}" for name, difference in differ.items())
-        return Candidate(folder, manifest, "resume", notices, changes)
+        allowed = tuple(f"{name}: {difference}" for name, difference in differ.items())
+        return Candidate(folder, manifest, "resume", notices, allowed)
 
     def _differences(self, manifest: Manifest, expected: Mapping[str, Any]) -> dict[str, str]:
         """Return name → "A there, B here"."""
@@ -236,38 +240,18 @@ class Chooser:
             if name not in manifest.train:
                 continue
             saved = manifest.train[name]
+            difference = ""
             if callable(wanted):
                 difference = wanted(saved, manifest.step, manifest.train)
-            else:
-                difference = _unequal(name, saved, wanted)
+            elif saved != wanted:
+                difference = f"{saved} there, {wanted} here"
+                if name == "global_batch":
+                    difference += f" (training.global_batch_size = {saved} keeps it)"
             if difference:
                 found[name.replace("_", " ")] = difference
         return found
 
-    def _of_another_run(
-        self,
-        folder: AnyPath,
-        manifest: Manifest,
-        differ: Mapping[str, str],
-        missing: Sequence[str],
-    ) -> str:
-        """Return the refusal. missing: words that `allow_changes` lacks."""
-        lines = "".join(f"\n  {name}: {difference}" for name, difference in differ.items())
-        changes = config_changes(manifest.config.get("toml"), self.run_config.get("toml"))
-        keys = [f"{key}: {change}" for key, change in changes.items()]
-        if keys:
-            more = "; …" if len(keys) > _KEYS else ""
-            lines += f"\n  in the config: {'; '.join(keys[:_KEYS])}{more}"
-        if any(word in _OF_ADAPTERS for word in missing):
-            return f"{folder} is of another run:{lines}\n{_FIXED}"
-        return (
-            f"{folder} is of another run:{lines}\n"
-            "Start this one elsewhere with another --checkpoint.folder or --job.dump_folder, "
-            "or configure it as that run was. If the change is meant, say so: "
-            f"--checkpoint.allow_changes={','.join(missing)}"
-        )
-
-    def _judge_source(self, path: AnyPath) -> Candidate:
+    def _judge_source(self, path: AnyPath, adapted: bool) -> Candidate:
         step = step_of(path)
         if step is None:
             refuse_older(path)
@@ -275,7 +259,8 @@ class Chooser:
         found = find(root, step, self.source_bad)
         manifest = found.valid(root)
         folder = step_folder(root, manifest.step)
-        if "lora" in manifest.fingerprints and "lora" not in self.run_config:
+        theirs = manifest.fingerprints
+        if "lora" in theirs and not adapted:
             raise CheckpointError(
                 f"{folder} holds adapters alone: `titanlite export` merges them into their "
                 "weights. To train them on, set lora.rank, and name it as lora.adapter"
@@ -283,21 +268,18 @@ class Chooser:
         if manifest.weights_only and not self.config.initial_load_model_only:
             way = "set checkpoint.initial_load_model_only = true"
             raise CheckpointError(f"{folder} holds weights only: {way}")
-        return Candidate(folder, manifest, "from", _notices(root, manifest, found.passed))
-
-    def _judge_adapters(self, candidate: Candidate) -> Candidate:
-        theirs = candidate.manifest.fingerprints
-        if "lora" not in theirs:
+        if adapted and "lora" not in theirs:
             raise CheckpointError(
-                f"{candidate.folder} holds whole weights, and no adapters: name it as "
+                f"{folder} holds whole weights, and no adapters: name it as "
                 "checkpoint.initial_load_path, to put new ones beside them"
             )
-        _refuse_differences(
-            f"{candidate.folder} holds other adapters than this run's",
-            {name: theirs.get(name) for name in _OF_ADAPTERS},
-            {name: self.fingerprints.get(name) for name in _OF_ADAPTERS},
-        )
-        return candidate
+        if adapted:
+            _refuse_differences(
+                f"{folder} holds other adapters than this run's",
+                {name: theirs.get(name) for name in _OF_ADAPTERS},
+                {name: self.fingerprints.get(name) for name in _OF_ADAPTERS},
+            )
+        return Candidate(folder, manifest, "from", _notices(root, manifest, found.passed))
 
     def _judge_peft(self, path: AnyPath) -> Candidate:
         from titanlite.checkpoint.foreign_formats import as_manifest, open_weights
@@ -316,7 +298,7 @@ class Chooser:
         return Candidate(path, as_manifest(weights), "from", is_foreign=True)
 
     def _judge_foreign(self, path: AnyPath) -> Candidate:
-        from titanlite.checkpoint.foreign_formats import as_manifest, check_model, open_weights
+        from titanlite.checkpoint.foreign_formats import as_manifest, open_weights
 
         if self.source_bad:
             raise CheckpointError(*self.source_bad.values())
@@ -325,14 +307,9 @@ class Chooser:
                 f"{path} is of another program, of which weights alone are taken: set "
                 "checkpoint.initial_load_model_only = true"
             )
-        spec, args = self.model()
-        # First the small file: the tensors of another model would be missing, or have another
-        # shape.
-        name = str(self.run_config["model"]["family"])
-        differ = check_model(path, name, spec, args, "model" in self.config.allow_changes)
-        weights = open_weights(path, spec, args)
+        weights = open_weights(path, *self.model())
         weights.check_head()
-        notices = [f"another model, by checkpoint.allow_changes: {line}" for line in differ]
+        notices = []
         if is_torchtitan(path):
             notices.append("torchtitan's optimizer, schedule and place in the text are left out")
         return Candidate(path, as_manifest(weights), "from", notices, is_foreign=True)
@@ -345,12 +322,6 @@ class Chooser:
         return get_spec(family), args
 
 
-def _word_of(name: str) -> str:
-    if name in ("data order", "text files"):
-        return "data"
-    return name.replace(" ", "_")
-
-
 def _notices(root: AnyPath, manifest: Manifest, passed: Sequence[str]) -> list[str]:
     """Return lines for the start report. passed: why newer ones are not used."""
     notices = [f"passed over: {reason}" for reason in passed]
@@ -360,13 +331,6 @@ def _notices(root: AnyPath, manifest: Manifest, passed: Sequence[str]) -> list[s
             "its files were checked"
         )
     return notices
-
-
-def _unequal(name: str, saved: object, wanted: object) -> str:
-    if saved == wanted:
-        return ""
-    keep = f" (training.global_batch_size = {saved} keeps it)" if name == "global_batch" else ""
-    return f"{saved} there, {wanted} here{keep}"
 
 
 def _lora(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -188,8 +188,18 @@ class HashingWriter(FileSystemWriter):
             files = cast("dict[str, Written]", result.pop())
             for name, file in files.items():
                 self.written[name] = file._replace(rank=rank)
-        self._write_index(metadata, results)
-        # With the index.
+        # As torch does, but the index has its own name at once: torch renames it at the end, for
+        # which a store copies and deletes. The manifest alone makes files a checkpoint.
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = {}
+        for result in results:
+            for one in result:
+                metadata.storage_data[one.index] = one.storage_data
+        metadata.storage_meta = self.storage_meta()
+        with self._files.create_stream(cast(Any, self.path) / INDEX, "wb") as stream:
+            pickle.dump(metadata, stream)
+            if self.sync_files:
+                os.fsync(stream.fileno())
         self.written.update(self._files.written)
 
     def all_files(self) -> dict[str, Written]:
@@ -209,23 +219,6 @@ class HashingWriter(FileSystemWriter):
                 "s3:// URL as checkpoint.folder"
             )
         return self.written
-
-    def _write_index(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Do what torch's `finish` does, but write the index under its own name at once.
-
-        torch renames it at the end; a store copies and deletes for that, and may forbid it. The
-        manifest alone makes files a checkpoint.
-        """
-        metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_data = {}
-        for result in results:
-            for one in result:
-                metadata.storage_data[one.index] = one.storage_data
-        metadata.storage_meta = self.storage_meta()
-        with self._files.create_stream(cast(Any, self.path) / INDEX, "wb") as stream:
-            pickle.dump(metadata, stream)
-            if self.sync_files:
-                os.fsync(stream.fileno())
 
 
 class CheckedReader(FileSystemReader):

@@ -28,7 +28,6 @@ from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.foreign_weights import Part, Weights
 from titanlite.checkpoint.hf_files import holds_adapters, is_torchtitan
 from titanlite.checkpoint.manifest import Manifest
-from titanlite.checkpoint.source_model import differences, read_model, remedy
 from titanlite.checkpoint.store_paths import AnyPath, StorePath
 from titanlite.models.spec import ModelSpec
 
@@ -58,32 +57,6 @@ def open_weights(path: AnyPath, spec: ModelSpec | None = None, args: Any = None)
     module, _, function = opener.partition(":")
     weights: Weights = getattr(importlib.import_module(module), function)(path, spec, args)
     return weights
-
-
-# The model that a folder describes, against the section [model]
-
-
-def check_model(path: AnyPath, name: str, spec: ModelSpec, args: Any, allowed: bool) -> list[str]:
-    """Return how the run's model differs from that of a folder, a line each.
-
-    name: `model.name`. Raises CheckpointError for any difference, unless they are allowed.
-    """
-    if isinstance(path, StorePath):
-        # `open_weights` refuses it.
-        return []
-    there = read_model(path, name, spec)
-    if there is None:
-        return []
-    found = differences(there, name, args)
-    if found and not allowed:
-        lines = "".join(f"\n  {line}" for line in found)
-        way = remedy(there, spec) or "Set [model], or model.overrides, so"
-        raise CheckpointError(
-            f"{path} is of another model than this run's, by its {there.kind}:{lines}\n{way}. If "
-            "the difference is meant, and changes no shape, say so: "
-            "--checkpoint.allow_changes=model"
-        )
-    return found
 
 
 # Reading by torch.distributed.checkpoint

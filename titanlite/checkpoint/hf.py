@@ -53,7 +53,12 @@ def open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
         raise CheckpointError(f"{file} cannot be used: {error}") from None
     found = _safetensors(path, config)
     _leave_out(path, found, spec.left_out(found))
-    found = _under_plain_names(path, found, spec)
+    plain: dict[str, Part] = {}
+    for name, part in found.items():
+        first = plain.setdefault(name.removeprefix(spec.part_prefix), part)
+        if first is not part:
+            raise CheckpointError(f"{path} has both {first.name} and {name}: take one of them out")
+    found = plain
     tied = spec.tied(args)
     head = found.pop(HF_HEAD, None) if tied else None
     parts: dict[str, list[Part]] = {}
@@ -73,15 +78,6 @@ def open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
         if other in parts:
             parts[name] = parts[other]
     return Weights(path, family, args, parts, config, head, next(iter(tied.values()), ""))
-
-
-def _under_plain_names(path: Path, found: dict[str, Part], spec: ModelSpec) -> dict[str, Part]:
-    plain: dict[str, Part] = {}
-    for name, part in found.items():
-        other = plain.setdefault(name.removeprefix(spec.part_prefix), part)
-        if other is not part:
-            raise CheckpointError(f"{path} has both {other.name} and {name}: take one of them out")
-    return plain
 
 
 def _leave_out(path: Path, found: dict[str, Part], left_out: Mapping[str, str]) -> None:
@@ -141,28 +137,27 @@ def _files(path: Path) -> dict[Path, set[str]]:
         return {path: set()}
     if (path / HF_SINGLE).is_file():
         return {path / HF_SINGLE: set()}
-    if (path / HF_INDEX).is_file():
-        return _files_of_index(path / HF_INDEX)
+    index = path / HF_INDEX
+    if index.is_file():
+        try:
+            names = read_json(index).get("weight_map")
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; download it again") from None
+        if not isinstance(names, dict) or any(
+            Path(str(name)).name != name for name in names.values()
+        ):
+            raise CheckpointError(
+                f"{index} has no weight_map of files in this folder; download it again"
+            )
+        found: dict[Path, set[str]] = {}
+        for name, listed in sorted(names.items(), key=lambda entry: (entry[1], entry[0])):
+            found.setdefault(path / listed, set()).add(name)
+        return found
     files = sorted(path.glob("*.safetensors"))
     if len(files) == 1:
         return {files[0]: set()}
     way = f"the index of its {len(files)} files" if files else "the weights as safetensors"
     raise CheckpointError(f"{path} has neither {HF_SINGLE} nor {HF_INDEX}: download {way}")
-
-
-def _files_of_index(index: Path) -> dict[Path, set[str]]:
-    try:
-        names = read_json(index).get("weight_map")
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; download it again") from None
-    if not isinstance(names, dict) or any(Path(str(name)).name != name for name in names.values()):
-        raise CheckpointError(
-            f"{index} has no weight_map of files in this folder; download it again"
-        )
-    found: dict[Path, set[str]] = {}
-    for name, file in sorted(names.items(), key=lambda entry: (entry[1], entry[0])):
-        found.setdefault(index.parent / file, set()).add(name)
-    return found
 
 
 def _safetensors(path: Path, config: Mapping[str, Any]) -> dict[str, Part]:
@@ -190,9 +185,15 @@ def _safetensors(path: Path, config: Mapping[str, Any]) -> dict[str, Part]:
             dtype = getattr(torch, DTYPES[kind])
             parts[name] = Part(file, name, dtype, shape, partial(_sliced, view))
         elif kind in _FLOAT8:
-            scale = _scale_of(name, opened, f"{file}: {name} is {_FLOAT8[kind]}")
+            inverse = f"{name}_scale_inv"
+            scale = inverse if inverse in opened else f"{name}_scale"
+            if scale not in opened:
+                raise CheckpointError(
+                    f"{file}: {name} is {_FLOAT8[kind]} without a tensor {inverse} or _scale"
+                )
+            scales = opened[scale][1].get_tensor(scale)
             try:
-                read = _dequantized(view, shape, scale, _block_of(config))
+                read = _dequantized(view, shape, scales, _block_of(config))
             except ValueError as error:
                 raise CheckpointError(f"{file}: {name} {error}") from None
             parts[name] = Part(file, name, torch.float32, shape, read)
@@ -236,14 +237,6 @@ def open_safetensors(file: Path) -> Any:
         raise CheckpointError(f"{file} cannot be read ({error}): download it again") from None
 
 
-def _scale_of(name: str, opened: Mapping[str, tuple[Path, Any]], lead: str) -> torch.Tensor:
-    for scale in (f"{name}_scale_inv", f"{name}_scale"):
-        if scale in opened:
-            tensor: torch.Tensor = opened[scale][1].get_tensor(scale)
-            return tensor
-    raise CheckpointError(f"{lead} without a tensor {name}_scale_inv or _scale")
-
-
 def _sliced(view: Any, slices: Slices) -> torch.Tensor:
     tensor: torch.Tensor = view[slices]
     return tensor
@@ -285,7 +278,8 @@ def _dequantized(
         block = (shape[0], shape[-1])
     elif block is None and grid.shape == (shape[0], 1):
         block = (1, shape[-1])
-    if len(shape) != 2 or block is None or tuple(grid.shape) != tuple(map(_ceil_div, shape, block)):
+    blocks = [-(-size // step) for size, step in zip(shape, block or (), strict=False)]
+    if len(shape) != 2 or block is None or list(grid.shape) != blocks:
         raise ValueError(
             f"{list(shape)} in float8 has scales {list(scale.shape)}, and config.json "
             f"weight_block_size = {block}: titanlite reads one scale per block, row or tensor"
@@ -299,7 +293,3 @@ def _dequantized(
         return _sliced(view, slices).float().mul_(scales)
 
     return read
-
-
-def _ceil_div(size: int, step: int) -> int:
-    return -(-size // step)

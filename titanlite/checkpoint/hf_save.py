@@ -110,19 +110,18 @@ def write_files(
             for ours, theirs in file.names.items():
                 note_progress("save")
                 tensor = read(ours)
-                if is_own and not problem:
-                    tensors |= _as_theirs(theirs, tensor)
+                if not is_own or problem:
+                    continue
+                if isinstance(theirs, str):
+                    tensors[theirs] = tensor.contiguous()
+                    continue
+                rows = tensor.shape[1] // parts_of_entry(theirs)
+                parts = tensor.reshape(-1, rows, *tensor.shape[2:])
+                for name, part in zip(as_names(theirs), parts, strict=True):
+                    tensors[name] = part.clone()
             if tensors:
                 writing = pool.submit(_write, folder / file.name, tensors)
     return problem or _failure(writing)
-
-
-def _as_theirs(name: HFName, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    if isinstance(name, str):
-        return {name: tensor.contiguous()}
-    rows = tensor.shape[1] // parts_of_entry(name)
-    parts = tensor.reshape(-1, rows, *tensor.shape[2:])
-    return {one: part.clone() for one, part in zip(as_names(name), parts, strict=True)}
 
 
 def _write(path: AnyPath, tensors: dict[str, torch.Tensor]) -> None:
@@ -170,40 +169,31 @@ def write_configs(
     """Write the index, the files of the tokenizer (`beside`), and config.json last."""
     content = dict(beside)
     if len(files) > 1:
-        content[HF_INDEX] = _index(files)
-    content[HF_CONFIG] = as_json({**config, **_ids(beside), **_dtype_entries(files, entries)})
+        where: dict[str, str] = {}
+        for file in files:
+            for theirs in file.names.values():
+                where |= dict.fromkeys(as_names(theirs), file.name)
+        total = {"total_size": sum(file.size for file in files)}
+        index = {"metadata": total, "weight_map": dict(sorted(where.items()))}
+        content[HF_INDEX] = as_json(index)
+    about = dict(config)
+    ids = json.loads(beside.get(GENERATION, b"{}"))
+    for name in ("bos_token_id", "eos_token_id"):
+        if name in ids:
+            about[name] = ids[name]
+    # Biases of experts do not count for the type of the weights.
+    names = [name for file in files for name in file.names if not name.endswith(EXPERT_BIAS)]
+    types = {entries[name][0] for name in names}
+    if len(types) == 1:
+        # The latter for `transformers` 4.
+        about["dtype"] = about["torch_dtype"] = types.pop()
+    content[HF_CONFIG] = as_json(about)
     for name, data in content.items():
         path = folder / name
         path.write_bytes(data)
         if isinstance(path, Path):
             with open(path, "rb") as stream:
                 sync(stream)
-
-
-def _index(files: Sequence[File]) -> bytes:
-    where = {}
-    for file in files:
-        for theirs in file.names.values():
-            for name in as_names(theirs):
-                where[name] = file.name
-    total = {"total_size": sum(file.size for file in files)}
-    return as_json({"metadata": total, "weight_map": dict(sorted(where.items()))})
-
-
-def _ids(beside: Mapping[str, bytes]) -> dict[str, Any]:
-    ids = json.loads(beside.get(GENERATION, b"{}"))
-    return {name: ids[name] for name in ("bos_token_id", "eos_token_id") if name in ids}
-
-
-def _dtype_entries(files: Sequence[File], entries: Entries) -> dict[str, str]:
-    """Biases of experts do not count for the type of the weights."""
-    names = [name for file in files for name in file.names if not name.endswith(EXPERT_BIAS)]
-    types = {entries[name][0] for name in names}
-    if len(types) != 1:
-        return {}
-    dtype = types.pop()
-    # The latter for `transformers` 4.
-    return {"dtype": dtype, "torch_dtype": dtype}
 
 
 def as_json(content: Mapping[str, Any]) -> bytes:

@@ -141,7 +141,15 @@ class Loader:
         if optimizer is not None and filled_optimizer is None:
             # An earlier try may have given it a state.
             optimizer.state.clear()
-        selection = self._select(candidate, describe(tensors, model), excluded)
+        saved = {name: entry for name, entry in candidate.manifest.tensors.items() if name != RNG}
+        selection = select(
+            saved,
+            describe(tensors, model),
+            excluded,
+            self.config.allow_missing,
+            convert=candidate.origin == "from",
+            source=str(candidate.folder),
+        )
 
         reader = self._reader(candidate)
         problem = self._compare(reader)
@@ -151,9 +159,14 @@ class Loader:
 
         generators = None if "rng" in left_out else self._generators(candidate)
         self._read(reader, tensors, selection, generators)
-        problem = _not_finite(candidate, tensors)
-        if problem is not None:
-            self._reject(candidate, problem)
+        where = find_nonfinite(tensors)
+        if where:
+            way = "" if candidate.is_foreign else ": delete that folder"
+            self._reject(
+                candidate,
+                f"{candidate.folder} holds values that are not finite ({where}): no run can use "
+                f"it{way}",
+            )
             return None
 
         scatter(tensors, model, filled_optimizer)
@@ -191,30 +204,14 @@ class Loader:
             if not (self.averages and self._with_averages):
                 excluded.add("ema")
             return sorted(excluded)
-        differ = self._differing_text(candidate)
+        there, here = candidate.manifest.fingerprints, self.chooser.fingerprints
+        differ = [name for name in ("data", "data order") if there.get(name) != here.get(name)]
         if differ and "dataloader" not in given:
             candidate.notices.append(
                 f"its {' and '.join(differ)} differ: the text here begins at its first sequence"
             )
             given.append("dataloader")
         return given
-
-    def _differing_text(self, candidate: Candidate) -> list[str]:
-        there, here = candidate.manifest.fingerprints, self.chooser.fingerprints
-        return [name for name in ("data", "data order") if there.get(name) != here.get(name)]
-
-    def _select(
-        self, candidate: Candidate, wanted: dict[str, list[Any]], excluded: list[str]
-    ) -> Selection:
-        saved = {name: entry for name, entry in candidate.manifest.tensors.items() if name != RNG}
-        return select(
-            saved,
-            wanted,
-            excluded,
-            self.config.allow_missing,
-            convert=candidate.origin == "from",
-            source=str(candidate.folder),
-        )
 
     def _generators(self, candidate: Candidate) -> DTensor | None:
         """Return a tensor to load the random generators into; None where they do not fit these
@@ -305,12 +302,3 @@ class Loader:
             verified=self.config.verify == "hash" and bool(manifest.hashes),
             is_foreign=candidate.is_foreign,
         )
-
-
-def _not_finite(candidate: Candidate, tensors: Tensors) -> str | None:
-    """Return why tensors cannot be used; the same on all ranks."""
-    where = find_nonfinite(tensors)
-    if not where:
-        return None
-    problem = f"{candidate.folder} holds values that are not finite ({where}): no run can use it"
-    return problem if candidate.is_foreign else f"{problem}: delete that folder"

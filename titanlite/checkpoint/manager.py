@@ -224,12 +224,13 @@ class Checkpointer:
             self._async.raise_bad()
         began = time.perf_counter()
         tensors = self._tensors_to_save(model, optimizer, weights_only)
-        loss = validation_loss
+        if validation_loss is not None and not math.isfinite(validation_loss):
+            validation_loss = None
         draft = replace(
             self._draft(step, describe(tensors, model), train),
             weights_only=weights_only is not None,
             dtype=weights_only or "",
-            validation_loss=loss if loss is not None and math.isfinite(loss) else None,
+            validation_loss=validation_loss,
             trackers=dict(trackers or {}),
         )
         in_hf = weights_only is not None and self.config.last_save_in_hf
@@ -293,7 +294,11 @@ class Checkpointer:
             on_rank_0(world, lambda: self._publish(save, manifest), group)
         except BaseException:
             if world.rank == 0:
-                self._discard(folder)
+                # The run may need its space.
+                with contextlib.suppress(OSError, RuntimeError):
+                    # The folder may belong to another run by now.
+                    self._owner.look()
+                    self._deleter.delete(marks_of(folder))
             raise
 
     def _mark(self, step: int) -> None:
@@ -319,13 +324,6 @@ class Checkpointer:
         except (RuntimeError, OSError) as error:
             # Also where no thread can be started.
             logger.warning(f"older checkpoints were not deleted: {error}")
-
-    def _discard(self, folder: AnyPath) -> None:
-        """On rank 0: delete a failed save, whose space the run may need."""
-        with contextlib.suppress(OSError, RuntimeError):
-            # The folder may belong to another run by now.
-            self._owner.look()
-            self._deleter.delete(marks_of(folder))
 
     def _write_hf(self, save: Save, group: dist.ProcessGroup) -> None:
         from titanlite.checkpoint.hf_save import save_hf

@@ -250,32 +250,8 @@ def parse_manifest(folder: AnyPath) -> Manifest:
     StoreError when a store cannot be asked: the checkpoint may be good then.
     """
     path = folder / FILE
-    raw = _read_raw(folder)
-    if not isinstance(raw, dict) or type(raw.get("format")) is not int:
-        raise CheckpointError(f"{path} is not a titanlite manifest")
-    if raw["format"] > FORMAT:
-        raise NewerFormatError(
-            f"{path} has format {raw['format']}; this titanlite reads up to {FORMAT}: upgrade "
-            f"titanlite, or move {folder.name} to another folder"
-        )
     try:
-        _check_digest(raw)
-        manifest = Manifest(**raw)
-        _check_types(manifest)
-        # Older ones have the whole URLs of sources without a name.
-        known = {name: public_names(text) for name, text in manifest.fingerprints.items()}
-        manifest = replace(manifest, fingerprints=known)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
-    if folder.name != step_folder(folder.parent, manifest.step).name:
-        raise CheckpointError(f"{folder} was renamed: its manifest is of step {manifest.step}")
-    return manifest
-
-
-def _read_raw(folder: AnyPath) -> Any:
-    path = folder / FILE
-    try:
-        return json.loads(path.read_bytes())
+        raw = json.loads(path.read_bytes())
     except FileNotFoundError:
         if is_torchtitan(folder):
             raise CheckpointError(
@@ -286,16 +262,29 @@ def _read_raw(folder: AnyPath) -> Any:
         raise
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
-
-
-def _check_digest(raw: dict[str, Any]) -> None:
-    """Take the hash of the others out of the entries. Raises ValueError if it is wrong."""
-    digest = raw.pop(_DIGEST, None)
-    if raw["format"] == 1 and digest is None:
-        return
-    now = _digest(raw)
-    if digest != now:
-        raise ValueError(f"its contents have the hash {now}, and it says {digest}")
+    if not isinstance(raw, dict) or type(raw.get("format")) is not int:
+        raise CheckpointError(f"{path} is not a titanlite manifest")
+    if raw["format"] > FORMAT:
+        raise NewerFormatError(
+            f"{path} has format {raw['format']}; this titanlite reads up to {FORMAT}: upgrade "
+            f"titanlite, or move {folder.name} to another folder"
+        )
+    try:
+        digest = raw.pop(_DIGEST, None)
+        now = _digest(raw)
+        # Format 1 had none.
+        if digest != now and (raw["format"] > 1 or digest is not None):
+            raise ValueError(f"its contents have the hash {now}, and it says {digest}")
+        manifest = Manifest(**raw)
+        _check_types(manifest)
+        # Older ones have the whole URLs of sources without a name.
+        known = {name: public_names(text) for name, text in manifest.fingerprints.items()}
+        manifest = replace(manifest, fingerprints=known)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+    if folder.name != step_folder(folder.parent, manifest.step).name:
+        raise CheckpointError(f"{folder} was renamed: its manifest is of step {manifest.step}")
+    return manifest
 
 
 def _check_types(manifest: Manifest) -> None:
@@ -346,25 +335,22 @@ def check_files(
         digest = manifest.hashes.get(name)
         if digest is None or name in wrong:
             return wrong.get(name)
-        return _changed(folder / name, digest, read)
+        path = folder / name
+        try:
+            found = file_digest(path, digest.partition(":")[0], read)
+        except StoreError:
+            raise
+        except OSError as error:
+            return f"{path} cannot be read: {error.strerror or error}"
+        if found == digest:
+            return None
+        return (
+            f"{path} has changed since it was written: {_shortened(digest)} in the manifest, "
+            f"{_shortened(found)} found"
+        )
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="titanlite-verify") as pool:
         return [problem for problem in pool.map(check, names) if problem]
-
-
-def _changed(path: AnyPath, digest: str, read: Callable[[int], None]) -> str | None:
-    try:
-        found = file_digest(path, digest.partition(":")[0], read)
-    except StoreError:
-        raise
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror or error}"
-    if found == digest:
-        return None
-    return (
-        f"{path} has changed since it was written: {_shortened(digest)} in the manifest, "
-        f"{_shortened(found)} found"
-    )
 
 
 def _shortened(digest: str) -> str:
@@ -443,13 +429,10 @@ def root_of(path: AnyPath) -> AnyPath:
         )
     if path.is_file():
         raise CheckpointError(f"{path} is a file: name a run or its folder of checkpoints")
-    raise CheckpointError(f"{path}: no such folder{_hub_hint(path)}")
-
-
-def _hub_hint(path: AnyPath) -> str:
-    if re.fullmatch(r"[\w-]+/\w[\w.-]*", str(path)) is None:
-        return ""
-    return f"; a model of the hub: hf download {path} --local-dir {path}"
+    hint = ""
+    if re.fullmatch(r"[\w-]+/\w[\w.-]*", str(path)):
+        hint = f"; a model of the hub: hf download {path} --local-dir {path}"
+    raise CheckpointError(f"{path}: no such folder{hint}")
 
 
 def refuse_older(path: AnyPath) -> None:

@@ -1,6 +1,6 @@
 """How a run resumes from a checkpoint: at its start, and when the guard takes it back.
 
-A run that finds no checkpoint does not import this.
+A run without checkpoints does not import this.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import msgspec
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.loaded import RESUME, LoadedState
 from titanlite.checkpoint.manifest import steps_in
+from titanlite.data import file_stamps
 from titanlite.data.loader import gather_state
 from titanlite.data.skip_ranges import skip_to
 from titanlite.data.state import StateError, check_loader
 from titanlite.data.step_sizes import Progress
 from titanlite.optim.bad_step_errors import BadStepError
-from titanlite.runs.jsonl import FILE, read_metrics
+from titanlite.runs.jsonl import FILE
+from titanlite.runs.lines import read_metrics
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
@@ -51,6 +53,23 @@ _FIGURES = {"validation": "validation_loss", "tasks": "eval_seconds"}
 _ONLY_WEIGHTS = (
     "Only its weights can be used: name it as checkpoint.initial_load_path of another run"
 )
+
+
+def load(parts: TrainingComponents) -> LoadedState | None:
+    """Load the checkpoint that a run begins with; None: it begins anew.
+
+    Raises CheckpointError where it is of another run.
+    """
+    assert parts.checkpointer is not None
+    text = parts.datasets.train
+    batch: Any = parts.run.batch.global_batch_size
+    if parts.phases is not None:
+        batch = parts.phases.batch_difference
+    expected = {
+        "global_batch": batch,
+        file_stamps.TEXT_FILES: lambda saved, *_: file_stamps.difference(saved, text),
+    }
+    return parts.checkpointer.load(parts.model, parts.optimizer, expected)
 
 
 def begin_from(trainer: Trainer, loaded: LoadedState) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
@@ -287,8 +287,16 @@ def prune(
     latest = config.keep_latest_k
     if head.validation_loss is None:
         latest = max(latest, 2)
-    older = [step for step in steps_in(root) if step < newest and step not in known_bad]
-    counted = {newest: head, **_resumable(root, older, latest - 1, fingerprints)}
+    counted = {newest: head}
+    for step in reversed(steps_in(root)):
+        if step >= newest or step in known_bad:
+            continue
+        # The latest ones count only when they are whole. Of others the manifest alone is read.
+        read = read_manifest if len(counted) < latest else parse_manifest
+        with suppress(CheckpointError):
+            manifest = read(step_folder(root, step))
+            if manifest.can_be_resumed_by(fingerprints):
+                counted[step] = manifest
     stay = {*keep, *sorted(counted)[-latest:]}
     marks = []
     for step in sorted(counted.keys() - stay):
@@ -296,20 +304,3 @@ def prune(
         if not config.stays(step) and not is_pinned(folder):
             marks.append(unpublish(folder))
     return marks
-
-
-def _resumable(
-    root: AnyPath, steps: Sequence[int], latest: int, fingerprints: Mapping[str, str] | None
-) -> dict[int, Manifest]:
-    """Return the checkpoints of this run by step, newest first.
-
-    The `latest` ones count only when they are whole. Of others the manifest alone is read.
-    """
-    found: dict[int, Manifest] = {}
-    for step in reversed(steps):
-        read = read_manifest if len(found) < latest else parse_manifest
-        with suppress(CheckpointError):
-            manifest = read(step_folder(root, step))
-            if manifest.can_be_resumed_by(fingerprints):
-                found[step] = manifest
-    return found

@@ -18,7 +18,6 @@ from titanlite.checkpoint.hf_files import HF_CONFIG, is_torchtitan
 from titanlite.checkpoint.manifest import FILE as MANIFEST
 from titanlite.checkpoint.manifest import (
     CheckpointError,
-    Manifest,
     find,
     parse_manifest,
     root_of,
@@ -91,8 +90,12 @@ def read_json(file: AnyPath) -> dict[str, Any]:
 
 def from_hf(file: AnyPath, content: Mapping[str, Any], spec: ModelSpec) -> SourceModel:
     """Return the model of Hugging Face's config.json."""
+    from titanlite.models.families import SPECS
+
     family = builtin_family(content)
-    if family is not None and _is_decoder(spec) and not is_alike(family, spec):
+    # A built-in family takes files of one model_type alone; `hf` takes any.
+    is_decoder = spec.name != "hf" and SPECS.get(spec.name) is spec
+    if family is not None and is_decoder and not is_alike(family, spec):
         return SourceModel(file, family)
     try:
         return SourceModel(file, args=spec.args_from_hf(content))
@@ -102,7 +105,12 @@ def from_hf(file: AnyPath, content: Mapping[str, Any], spec: ModelSpec) -> Sourc
 
 def from_checkpoint(path: AnyPath, name: str, spec: ModelSpec) -> SourceModel | None:
     """Return the model of a checkpoint, or of a run's newest."""
-    folder, manifest = _checkpoint_in(path)
+    if step_of(path) is not None:
+        folder, manifest = path, parse_manifest(path)
+    else:
+        root = root_of(path)
+        manifest = find(root).valid(root)
+        folder = step_folder(root, manifest.step)
     record = manifest.config.get("model")
     if not isinstance(record, dict):
         # An early version wrote none.
@@ -119,21 +127,6 @@ def from_checkpoint(path: AnyPath, name: str, spec: ModelSpec) -> SourceModel | 
     except (TypeError, ValueError) as error:
         return SourceModel(file, problem=str(error))
     return SourceModel(file, args=args)
-
-
-def _checkpoint_in(path: AnyPath) -> tuple[AnyPath, Manifest]:
-    if step_of(path) is not None:
-        return path, parse_manifest(path)
-    root = root_of(path)
-    found = find(root).valid(root)
-    return step_folder(root, found.step), found
-
-
-def _is_decoder(spec: ModelSpec) -> bool:
-    """Return whether the built-in family takes files of one model_type alone."""
-    from titanlite.models.families import SPECS
-
-    return spec.name != "hf" and SPECS.get(spec.name) is spec
 
 
 def is_alike(family: str, spec: ModelSpec) -> bool:

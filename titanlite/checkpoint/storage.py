@@ -52,9 +52,24 @@ def gather(
     if adapters:
         weights = {name: one for name, one in weights.items() if (name in adapters) != frozen}
     tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
-    if optimizer is not None:
-        for name, value in _optimizer_state(model, optimizer).items():
-            tensors[f"optimizer.{name}"] = value
+    if optimizer is None:
+        return tensors
+    fresh = not optimizer.state
+    state: dict[str, Any] = state_dicts.get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+    for name, value in state.items():
+        if name.startswith(_HYPERPARAMETERS):
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"{name} of {type(optimizer).__name__} is no tensor, and checkpoints hold tensors "
+                "only"
+            )
+        tensors[f"optimizer.{name}"] = value
+    if fresh:
+        # torch makes the state by a step of size zero, which is counted in it.
+        for entry in optimizer.state.values():
+            for value in entry.values():
+                value.zero_()
     return tensors
 
 
@@ -65,24 +80,6 @@ def adapter_names(model: nn.Module) -> set[str]:
         if isinstance(module, FeatureLinear):
             found.update(f"{name}.{leaf}" for leaf in module.adapters)
     return found
-
-
-def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    fresh = not optimizer.state
-    found: dict[str, Any] = state_dicts.get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
-    state = {name: value for name, value in found.items() if not name.startswith(_HYPERPARAMETERS)}
-    for name, value in state.items():
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(
-                f"{name} of {type(optimizer).__name__} is no tensor, and checkpoints hold tensors "
-                "only"
-            )
-    if fresh:
-        # torch makes the state by a step of size zero, which is counted in it.
-        for entry in optimizer.state.values():
-            for value in entry.values():
-                value.zero_()
-    return state
 
 
 def converted(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:

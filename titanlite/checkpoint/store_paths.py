@@ -153,7 +153,12 @@ class StorePath:
                     return
             raise
         except StoreError as error:
-            if not _lacks_conditions(error.__cause__):
+            cause = error.__cause__
+            lacks_conditions = isinstance(cause, (NotImplementedError, TypeError))
+            if isinstance(cause, OSError):
+                text = str(cause).lower()
+                lacks_conditions = cause.errno == errno.ENOSYS or "not implemented" in text
+            if not lacks_conditions:
                 raise
             if self.is_file():
                 raise FileExistsError(errno.EEXIST, "Object exists", str(self)) from None
@@ -367,9 +372,3 @@ def _explain(error: Exception) -> str:
             f"the store cannot be reached ({text}); AWS_ENDPOINT_URL_S3 names another than Amazon's"
         )
     return text
-
-
-def _lacks_conditions(cause: BaseException | None) -> bool:
-    if isinstance(cause, OSError):
-        return cause.errno == errno.ENOSYS or "not implemented" in str(cause).lower()
-    return isinstance(cause, (NotImplementedError, TypeError))

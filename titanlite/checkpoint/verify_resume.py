@@ -11,7 +11,7 @@ from titanlite.checkpoint.loaded import RESUME, LoadedState
 from titanlite.data.hashes import add_hashes, step_hash
 from titanlite.data.skip_ranges import Range
 from titanlite.dist.dist_env import gather_objects
-from titanlite.runs.provenance import config_changes
+from titanlite.runs.config_changes import config_changes
 from titanlite.utils import logger
 
 if TYPE_CHECKING:

@@ -30,7 +30,8 @@ from titanlite.cli.checkpoint_folders import (
     verify,
 )
 from titanlite.cli.parser import Commands, add_group, add_to_group
-from titanlite.utils import Table, counted, human_bytes, human_time, render, say
+from titanlite.runs.tables import Table, render
+from titanlite.utils import counted, human_bytes, human_time, say
 
 if TYPE_CHECKING:
     from titanlite.cli.hub.tensors import TensorDifference

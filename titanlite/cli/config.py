@@ -26,7 +26,8 @@ from titanlite.config.value_types import Section
 from titanlite.models.families import SPECS
 from titanlite.resolve.load import check_config, unnamed_tokenizer
 from titanlite.run.config import RunConfig
-from titanlite.utils import REMOVED, Style, counted
+from titanlite.runs.tables import Style
+from titanlite.utils import REMOVED, counted
 
 
 def add_commands(commands: Commands) -> None:

@@ -28,7 +28,8 @@ from titanlite.cli.parser import FLAGS, Commands, add_files, files_of, new_comma
 from titanlite.dist.interfaces import INTERFACES, interface_problem
 from titanlite.resolve.load import check_config
 from titanlite.runs.provenance import versions
-from titanlite.utils import Style, cores, counted, human_bytes, public, sync
+from titanlite.runs.tables import Style
+from titanlite.utils import cores, counted, human_bytes, public, sync
 
 if TYPE_CHECKING:
     from titanlite.run.config import RunConfig
@@ -129,7 +130,10 @@ def _torch() -> _Found:
         yield ERROR, f"torch cannot be imported: {error}", "pip install -c constraints.txt torch"
         return
     cuda = torch.version.cuda
-    yield OK, f"torch {torch.__version__}, built for {_built_for()}"
+    built_for = f"CUDA {cuda}" if cuda else "the CPU"
+    if torch.version.hip is not None:
+        built_for = f"ROCm {torch.version.hip}"
+    yield OK, f"torch {torch.__version__}, built for {built_for}"
     warning = accelerator_warning()
     if warning:
         yield WARNING, warning, "train on NVIDIA GPUs or on CPUs"
@@ -150,14 +154,6 @@ def _torch() -> _Found:
             "--gpus all"
         )
         yield ERROR, "torch sees none of this machine's GPUs", fix
-
-
-def _built_for() -> str:
-    import torch
-
-    if torch.version.hip is not None:
-        return f"ROCm {torch.version.hip}"
-    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU"
 
 
 def _nccl() -> _Found:
@@ -229,13 +225,9 @@ def _network() -> _Found:
             yield ERROR if os.environ.get(variable) else WARNING, f"for several machines: {problem}"
 
 
-def _existing(name: str) -> Path:
-    folder = Path(os.path.realpath(name))
-    return next(one for one in (folder, *folder.parents) if one.is_dir())
-
-
 def _folder(name: str) -> _Found:
-    folder = _existing(name)
+    real = Path(os.path.realpath(name))
+    folder = next(one for one in (real, *real.parents) if one.is_dir())
     free = shutil.disk_usage(folder).free
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".titanlite-doctor-") as file:
@@ -270,7 +262,7 @@ def _config(run: RunConfig) -> _Found:
     from titanlite.assembly.preflight import machine_problems
     from titanlite.data import DataError
     from titanlite.data.tokenizer import load_tokenizer
-    from titanlite.dist.process_settings import count_gpus
+    from titanlite.dist.count_gpus import count_gpus
 
     ranks = run.launch.gpus_per_node
     gpus = count_gpus()

@@ -27,7 +27,8 @@ from titanlite.config.load import read, read_text
 from titanlite.dist.launch_env import read_launch_env
 from titanlite.resolve.load import resolve
 from titanlite.run.config import RunConfig
-from titanlite.utils import Table, logger, render, require, say
+from titanlite.runs.tables import Table, render
+from titanlite.utils import logger, require, say
 
 if TYPE_CHECKING:
     import torch

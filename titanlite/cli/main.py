@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
+from types import TracebackType
 
 from titanlite import doors, exit_codes
 from titanlite.assembly.tested_machines import system_problem
@@ -12,15 +14,21 @@ from titanlite.cli.command_table import COMMANDS, make_parser, place_of, top_par
 from titanlite.cli.flags import split_flags
 from titanlite.cli.parser import no_flags
 from titanlite.config.errors import ConfigError
+from titanlite.runs.tables import Style
 from titanlite.utils import (
-    Style,
     escape,
-    hide_secrets_in_tracebacks,
     missing_package,
     public,
     say,
     wants_color,
 )
+
+
+def _print_traceback(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print it without control characters and secrets of URLs."""
+    say("".join(traceback.format_exception(kind, error, trace)).removesuffix("\n"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return exit_codes.CONFIG
     arguments = make_parser(command).parse_args(ours)
 
-    hide_secrets_in_tracebacks()
+    sys.excepthook = _print_traceback
     arguments.flags = flags
     arguments.style = Style(wants_color(sys.stdout))
     try:

@@ -14,7 +14,8 @@ from titanlite.data.rows import IGNORE, Row, Rows
 from titanlite.data.text_report import file_lines, file_warnings
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.run.config import RunConfig
-from titanlite.utils import Style, counted, human_bytes
+from titanlite.runs.tables import Style
+from titanlite.utils import counted, human_bytes
 
 
 def peek(run: RunConfig, validation: bool, first: int, count: int, style: Style) -> str:

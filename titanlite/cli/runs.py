@@ -15,7 +15,8 @@ from titanlite.runs import ATTEMPTS
 from titanlite.runs.attempts import read_attempts
 from titanlite.runs.goodput import goodput_of
 from titanlite.runs.read import TASKS, Run, find_runs, read_run
-from titanlite.utils import Table, escape_name, render
+from titanlite.runs.tables import Table, render
+from titanlite.utils import escape_name
 
 
 def add_command(commands: Commands) -> None:
@@ -54,7 +55,7 @@ def list_runs(folders: Iterable[Path]) -> list[Run]:
     folder.
     """
     paths = dict.fromkeys(path for folder in folders for path in find_runs(folder))
-    runs = (read_run(path, partial=True) for path in paths)
+    runs = (read_run(path) for path in paths)
     return sorted(runs, key=lambda run: (-(run.started or 0), str(run.folder)))
 
 

@@ -14,7 +14,8 @@ from titanlite import exit_codes
 from titanlite.cli.parser import FLAGS, Commands, add_files, files_of, new_command
 from titanlite.config.errors import bad_flag
 from titanlite.config.load import read
-from titanlite.dist.process_settings import TUNABLES, chose_malloc, count_gpus
+from titanlite.dist.count_gpus import count_gpus
+from titanlite.dist.process_settings import TUNABLES, chose_malloc
 from titanlite.dist.signals import SIGNALS, exit_on_signals
 from titanlite.resolve.load import check_alone, resolve
 from titanlite.utils import REMOVED, require
@@ -168,13 +169,12 @@ def start_ranks(ranks: int, words: Sequence[str], options: Sequence[str] = ()) -
     import signal
 
     from titanlite import torchrun
-    from titanlite.dist.signals import hold_signals
 
     require("torch")
 
     # torchrun would die of SIGUSR1, by which schedulers announce a time limit. Its workers listen
     # to it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    # Until torchrun can end by exit code 5.
-    hold_signals(signal.SIGTERM, signal.SIGINT)
+    # Until torchrun can end by exit code 5; the mask stays in the program that this one becomes.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
     os.execv(sys.executable, torchrun.command(ranks, words, options))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from titanlite.dist import ParallelismError
 from titanlite.dist.launch_env import RENDEZVOUS_SECONDS, LaunchEnv, this_rank
-from titanlite.dist.process_settings import allow_files, kernel_order
+from titanlite.dist.process_settings import kernel_order
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def connect_store(limit: float = RENDEZVOUS_SECONDS) -> dist.Store | None:
     env = this_rank()
     if env.address is None or dist.is_initialized():
         return None
+    from titanlite.dist.open_files import allow_files
     from titanlite.dist.run_store import register
 
     allow_files(env.world_size)
@@ -161,7 +162,7 @@ class DistEnv:
                 connect(backend, store, rank, size, rendezvous_seconds)
             stack.enter_context(kernel_order(device_type))
             store.set_timeout(timeout)
-            _set_timeout(timeout)
+            set_timeout(timeout)
             try:
                 yield cls(rank, env.local_rank, size, device, timeout)
             except BaseException:
@@ -202,7 +203,7 @@ class DistEnv:
         default group.
         """
         if self.timeout is not None:
-            _set_timeout(self.timeout)
+            set_timeout(self.timeout)
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's `value` on every rank (any picklable object; through gloo, on the
@@ -277,32 +278,8 @@ def log_once(level: int, text: str) -> None:
     logger.log(logging.INFO if dist.get_rank() else level, text)
 
 
-def set_timeouts(seconds: float) -> None:
-    """Set the collective timeout of every group of this process.
-
-    The first step may compile for minutes. After it, a stuck peer should be found soon.
-    """
-    import torch.distributed as dist
-
-    dist.barrier()  # a fast rank must not time out one that is still in the slow phase
-    _set_timeout(timedelta(seconds=seconds))
-
-
-@contextmanager
-def patience(seconds: float, usual: float) -> Iterator[None]:
-    """Let collectives take `seconds` inside (a save to a slow disk), and `usual` seconds
-    afterwards.
-
-    All ranks must leave it together.
-    """
-    _set_timeout(timedelta(seconds=seconds))
-    try:
-        yield
-    finally:
-        _set_timeout(timedelta(seconds=usual))
-
-
-def _set_timeout(timeout: timedelta) -> None:
+def set_timeout(timeout: timedelta) -> None:
+    """Set the collective timeout of every group of this process."""
     from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
     # All groups that torch knows: FSDP makes its own groups, for a partial reshard one per group

@@ -136,7 +136,20 @@ def _wait(  # noqa: PLR0913
     while not store.check([key]) and not store.check(["failure"]):
         now = time.monotonic()
         if now - began > limit and store.add("up", 0) < size:
-            raise _missing_ranks(store, size, limit)
+            missing: list[int] = []
+            hosts: set[str] = set()
+            for other in range(size):
+                if store.check([f"up/{other}"]):
+                    hosts.add(_process(store, other).partition(",")[0])
+                else:
+                    missing.append(other)
+            have = "has" if len(missing) == 1 else "have"
+            raise RendezvousError(
+                f"{_ranks(missing)} of {size} {have} not come within {limit:.0f} s; the others "
+                f"are on {', '.join(sorted(hosts)[:_MOST_NAMED])}. The missing were not started, "
+                "have ended, or cannot reach the store of the run (another MASTER_ADDR or "
+                "MASTER_PORT, a firewall): see their output"
+            )
         if now - began > patience:
             raise RendezvousError(
                 f"{late()} after {patience:.0f} s (init_timeout_seconds): still reading its text, "
@@ -149,23 +162,6 @@ def _wait(  # noqa: PLR0913
     if store.check(["failure"]):
         store.add("read", 1)
         raise RendezvousError(store.get("failure").decode())
-
-
-def _missing_ranks(store: dist.Store, size: int, limit: float) -> RendezvousError:
-    missing: list[int] = []
-    hosts: set[str] = set()
-    for rank in range(size):
-        if store.check([f"up/{rank}"]):
-            hosts.add(_process(store, rank).partition(",")[0])
-        else:
-            missing.append(rank)
-    have = "has" if len(missing) == 1 else "have"
-    return RendezvousError(
-        f"{_ranks(missing)} of {size} {have} not come within {limit:.0f} s; the others "
-        f"are on {', '.join(sorted(hosts)[:_MOST_NAMED])}. The missing were not started, "
-        "have ended, or cannot reach the store of the run (another MASTER_ADDR or "
-        "MASTER_PORT, a firewall): see their output"
-    )
 
 
 def connect(

@@ -237,17 +237,12 @@ def _ask_all(mine: bool) -> Callable[[], bool]:
 def exit_on_signals(*numbers: signal.Signals) -> None:
     """End the process at once with exit code 5 on these signals, while nothing can be lost yet.
 
-    A later handler (`StopSignal`, torchrun) replaces it. Signals blocked by `hold_signals` count.
+    A later handler (`StopSignal`, torchrun) replaces it. Signals that are blocked until here count.
     """
     _install(numbers, _exit_now)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     # From here on this worker writes its exit code after any of the signals.
     exit_codes.report_code(exit_codes.BEGUN)
-
-
-def hold_signals(*numbers: signal.Signals) -> None:
-    """Keep these signals until `exit_on_signals`, also in a program that this process becomes."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
 
 def _install(numbers: Iterable[signal.Signals], handler: Any) -> dict[signal.Signals, Any]:
@@ -261,20 +256,3 @@ def _exit_now(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         os.write(2, f"stopped: {name} before the first step\n".encode())
     exit_codes.end_process(exit_codes.PREEMPTED)
-
-
-def end_with_parent(number: signal.Signals, parent: int | None = None) -> None:
-    """Let the kernel (Linux only) send this process a signal when its parent thread has ended.
-
-    `parent` is its process id, for a process that starts slowly: the parent may have ended before.
-    """
-    import ctypes
-
-    parent = parent or os.getppid()
-    # PR_SET_PDEATHSIG of prctl(2).
-    set_signal_of_parents_death = 1
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(set_signal_of_parents_death, number)
-        # It ended before the call.
-        if os.getppid() != parent:
-            os.kill(os.getpid(), number)

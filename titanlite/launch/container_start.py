@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from titanlite.dist.process_settings import count_gpus
+from titanlite.dist.count_gpus import count_gpus
 from titanlite.launch.instances import network_environment
 from titanlite.plan.hardware import INSTANCES
 from titanlite.utils import parse_json

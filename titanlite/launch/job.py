@@ -17,7 +17,7 @@ from titanlite.config.run_sections import Launch
 from titanlite.plan.hardware import Instance
 from titanlite.run.config import RunConfig
 from titanlite.runs.provenance import config_text
-from titanlite.utils import control_characters, escape_name, templates
+from titanlite.utils import control_characters, escape_name
 
 _TEMPLATES = Path(__file__).parents[1] / "deploy"
 CONFIG = "config.toml"
@@ -73,7 +73,15 @@ def render(template: str, job: Job, values: Mapping[str, Any]) -> str:
             message = f"has the control character {', '.join(found)}"
             problems.append(Problem("does-not-fit", escape_name(place), message, hint))
     refuse(problems)
-    environment = templates(_TEMPLATES, keep_trailing_newline=True)
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
     # YAML joins no surrogate pairs.
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
     environment.filters |= {

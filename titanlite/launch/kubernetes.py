@@ -20,7 +20,8 @@ from titanlite.config.toml import quote_key
 from titanlite.config.urls import is_url
 from titanlite.launch.instances import network_environment
 from titanlite.launch.job import CONFIG, Job, LaunchError, limit_seconds, render
-from titanlite.runs.provenance import config_values, is_secret
+from titanlite.runs.config_changes import config_values
+from titanlite.runs.provenance import is_secret
 from titanlite.utils import public
 
 FILE = "job.yaml"

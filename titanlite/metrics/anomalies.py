@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -26,8 +26,11 @@ from titanlite.data.rows import Rows
 from titanlite.data.step_sizes import Course
 from titanlite.optim.bad_step_errors import BadStepError, WeightsError
 from titanlite.runs.jsonl import MetricsLog
-from titanlite.step import PlainRunner, Runner
+from titanlite.step import PlainRunner
 from titanlite.utils import counted, logger
+
+if TYPE_CHECKING:
+    from titanlite.trainer import Trainer
 
 #: Name of the file below `job.dump_folder`.
 FILE = "guard.jsonl"
@@ -145,25 +148,31 @@ def check_weights(bad: BadStepError, model: nn.Module) -> None:
         raise WeightsError(bad.step, bad.done, where, "Skipping steps cannot mend that")
 
 
-def explain(bad: BadStepError, model: nn.Module, runner: Runner, fetched: Fetched) -> None:
-    """Add which module is to blame. All ranks call it together."""
-    if bad.kind != "not finite":
-        return
-    if not isinstance(runner, PlainRunner):
+def explain(trainer: Trainer, bad: BadStepError) -> None:
+    """Add which module is to blame, and report the end. All ranks call it together."""
+    parts, fetched = trainer.parts, trainer.recent[bad.step]
+    runner = parts.train_step.runner
+    # After an update the step cannot be computed again.
+    searched = bad.kind == "not finite" and not bad.applied
+    if searched and isinstance(runner, PlainRunner):
+        try:
+            from titanlite.metrics.nan_finder import diagnose_nonfinite
+
+            finding: object = diagnose_nonfinite(
+                parts.model,
+                fetched.batches,
+                sync_every=runner.sync_every,
+                loss_function=runner.loss_function,
+            )
+        except Exception as failure:
+            finding = f"The search for its origin failed: {type(failure).__name__}: {failure}"
+        bad.explain(finding)
+    elif searched:
         bad.explain(
             "Its origin is not searched for in a pipeline: to find it, resume with "
             "experimental.pipeline_parallel_degree = 1"
         )
-        return
-    try:
-        from titanlite.metrics.nan_finder import diagnose_nonfinite
-
-        finding: object = diagnose_nonfinite(
-            model, fetched.batches, sync_every=runner.sync_every, loss_function=runner.loss_function
-        )
-    except Exception as failure:
-        finding = f"The search for its origin failed: {type(failure).__name__}: {failure}"
-    bad.explain(finding)
+    parts.anomalies.stopped(bad, fetched)
 
 
 def steps_text(first: int, end: int, course: Course) -> str:

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from titanlite import doors
 from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
 from titanlite.config.run_sections import Job, Metrics
-from titanlite.config.toml import loads
 from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics.step_line import SLOW_DATA, aws_fsdp_line, titan_line
 from titanlite.metrics.throughput import Reading, Throughput, read_memory, reset_peak
@@ -25,9 +23,8 @@ from titanlite.utils import human_time, logger
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.store_paths import AnyPath
-    from titanlite.metrics.boards import BackgroundWriter, TensorBoard
+    from titanlite.metrics.run_boards import Boards
     from titanlite.metrics.stragglers import StragglerDetector
-    from titanlite.metrics.trackers import Tracker
     from titanlite.trainer import Trainer
 
 
@@ -70,8 +67,8 @@ class MetricsLogger(Callback):
         #: None: a rank alone.
         self._ranks: StragglerDetector | None = None
         self._jsonl: MetricsLog | None = None
-        self._tensorboard: TensorBoard | None = None
-        self._trackers: list[Tracker] = []
+        #: None: this rank has none.
+        self._boards: Boards | None = None
         self._logs = 0
         #: It was warned of data that takes long.
         self._slow_data = False
@@ -87,11 +84,24 @@ class MetricsLogger(Callback):
         if self._world.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             if is_new:
-                _keep_earlier(folder / FILE)
+                earlier = folder / FILE
+                if earlier.exists() and earlier.stat().st_size:
+                    number = 1
+                    while (kept := folder / f"metrics-{number}.jsonl").exists():
+                        number += 1
+                    earlier.rename(kept)
+                    logger.info(f"the metrics of an earlier run are kept as {kept}")
             self._jsonl = MetricsLog(folder / FILE)
-            self._jsonl.truncate_after(step, _measured_again(trainer))
-            self._open_trackers(folder, resumed=not is_new)
-        self._open_tensorboard(0 if is_new else step)
+            figures = {"validation": "validation_loss", "tasks": "eval_seconds"}
+            again = [figures[name] for name in trainer.owed & figures.keys()]
+            self._jsonl.truncate_after(step, again)
+        metrics = self._metrics
+        if metrics.enable_tensorboard or metrics.tracker_names:
+            from titanlite.metrics.run_boards import Boards
+
+            self._boards = Boards(
+                metrics, self._job, self._toml, self._world.rank, step, resumed=not is_new
+            )
         if self._world.size > 1:
             from titanlite.metrics.stragglers import StragglerDetector
 
@@ -104,9 +114,8 @@ class MetricsLogger(Callback):
         self._first_step = trainer.step + 1
         if self._jsonl:
             self._jsonl.truncate_after(trainer.step)
-        if self._tensorboard:
-            self._tensorboard.close()
-            self._open_tensorboard(trainer.step)
+        if self._boards:
+            self._boards.open_tensorboard(trainer.step)
         self._begin(trainer)
 
     def on_phase(self, trainer: Trainer, phase: str) -> None:
@@ -152,60 +161,23 @@ class MetricsLogger(Callback):
         """Close all records; of a failed run within two seconds, as other ranks leave after
         three.
         """
-        failed = end.state not in ("done", "preempted")
-        boards = self._boards()
-        if boards:
-            from titanlite.metrics.boards import close_all
-
-            close_all(boards, failed)
+        if self._boards:
+            self._boards.close(failed=end.state not in ("done", "preempted"))
 
     def run_ids(self) -> dict[str, str]:
         """On rank 0: return service → id of the run there."""
-        return {tracker.key: tracker.run_id for tracker in self._trackers if tracker.run_id}
+        return self._boards.run_ids() if self._boards else {}
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         if self._jsonl:
             self._jsonl.write({"step": step, "time": time.time(), **row})
-        boards = self._boards()
-        if boards:
-            from titanlite.metrics.boards import tags
-
-            for board in boards:
-                board.write(step, tags(row))
+        if self._boards:
+            self._boards.write(step, row)
 
     def _begin(self, trainer: Trainer) -> None:
         reset_peak(self._world.device)
         self._meter.start()
         self._request_layer_norms(trainer)
-
-    def _open_tensorboard(self, step: int) -> None:
-        everywhere = not self._metrics.rank_0_only
-        if self._metrics.enable_tensorboard and (self._world.rank == 0 or everywhere):
-            folder = Path(self._metrics.save_tb_folder)
-            if everywhere:
-                folder /= f"rank_{self._world.rank}"
-            from titanlite.metrics.boards import TensorBoard
-
-            self._tensorboard = TensorBoard(folder, purge_step=step + 1)
-
-    def _boards(self) -> list[BackgroundWriter]:
-        boards: list[BackgroundWriter] = [*self._trackers]
-        if self._tensorboard:
-            boards.append(self._tensorboard)
-        return boards
-
-    def _open_trackers(self, folder: Path, resumed: bool) -> None:
-        names = self._metrics.tracker_names
-        if not names:
-            return
-        from titanlite.metrics.trackers import TrackedRun
-
-        run = TrackedRun(folder, loads(self._toml), self._job.description, resumed)
-        for name in names:
-            try:
-                self._trackers.append(doors.load(doors.place_of("trackers", name) or "")(run))
-            except Exception as error:
-                logger.warning(f"the tracker {name} is off: {type(error).__name__}: {error}")
 
     def _is_logged(self, step: int, steps: int) -> bool:
         return step % self._metrics.log_freq == 0 or step in (self._first_step, steps)
@@ -316,24 +288,3 @@ class _Reduced(NamedTuple):
     loss: float
     norm: float
     layer_norms: list[float]
-
-
-def _measured_again(trainer: Trainer) -> list[str]:
-    """Return figures of the step of the checkpoint that the run begins with."""
-    found = []
-    if "validation" in trainer.owed:
-        found.append("validation_loss")
-    if "tasks" in trainer.owed:
-        found.append("eval_seconds")
-    return found
-
-
-def _keep_earlier(path: Path) -> None:
-    if not path.exists() or not path.stat().st_size:
-        return
-    number = 1
-    while path.with_name(f"metrics-{number}.jsonl").exists():
-        number += 1
-    kept = path.with_name(f"metrics-{number}.jsonl")
-    path.rename(kept)
-    logger.info(f"the metrics of an earlier run are kept as {kept}")

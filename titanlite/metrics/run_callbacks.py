@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite import exit_codes
-from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
-from titanlite.dist.dist_env import patience, set_timeouts
+from titanlite.callbacks import Callback, RunEnd
 from titanlite.runs import record
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.store_paths import AnyPath
-    from titanlite.data.step_sizes import StepSize
     from titanlite.metrics.position import Position
-    from titanlite.parallel.compile import CompileWatch
     from titanlite.step import StepResult
     from titanlite.trainer import Trainer
 
@@ -50,57 +46,6 @@ class Watchdog(Callback):
             end.reason = self.watch.failed(end.error) or end.reason
         if not self._entered:
             self.watch.__exit__(None if end.error is None else type(end.error), end.error, None)
-
-
-class Timeouts(Callback):
-    """Sets the timeouts of collectives, in seconds: of the first step and slow phases, and of all
-    else.
-
-    A slow phase must end on all ranks together.
-    """
-
-    def __init__(self, first: int, later: int) -> None:
-        self._first = first
-        self._later = later
-        self._lowered = False
-        self._slow = contextlib.ExitStack()
-        self._is_slow = False
-
-    def on_phase(self, trainer: Trainer, phase: str) -> None:
-        slow = self._lowered and (phase in SLOW_PHASES or has_new_size(trainer))
-        if slow and not self._is_slow:
-            self._slow.enter_context(patience(self._first, self._later))
-        elif self._is_slow and not slow:
-            self._slow.close()
-        self._is_slow = slow
-
-    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        if not self._lowered:
-            self._lowered = True
-            set_timeouts(self._later)
-
-
-class CompileReport(Callback):
-    """Reports what `torch.compile` compiles, and what it compiles again."""
-
-    def __init__(self, watch: CompileWatch) -> None:
-        self._watch = watch
-        self._first: StepSize | None = None
-
-    def on_start(self, trainer: Trainer) -> None:
-        self._first = trainer.parts.course.size(trainer.step + 1)
-        if trainer.step < trainer.steps:
-            self._watch.start()
-
-    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        size = trainer.parts.course.size(trainer.step)
-        phase = "training"
-        if size != self._first:
-            phase = f"steps of {size.sequences} sequences of {size.seq_len} tokens"
-        self._watch.after(trainer.step, phase)
-
-    def on_validation_end(self, trainer: Trainer, loss: float, tokens: int, seconds: float) -> None:
-        self._watch.after(trainer.step, "validation")
 
 
 class AttemptRecord(Callback):

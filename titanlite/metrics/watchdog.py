@@ -50,6 +50,8 @@ from titanlite.metrics.console import console_handler
 from titanlite.metrics.hang_report import table, verdict  # never at a hang: files may hang too
 from titanlite.metrics.position import Position
 from titanlite.metrics.rank_state import RankState
+from titanlite.runs import TRACES
+from titanlite.runs.logs import FOLDER as LOGS
 from titanlite.utils import logger, progress_at
 
 #: Name of the thread, as `threading.enumerate` and a debugger show it.
@@ -106,7 +108,7 @@ class HangWatchdog(Position):
     Args:
         stall, comm: sections with the deadlines. Phases in PATIENT have the collectives' first
             timeout.
-        logs, traces: folders of all ranks' logs and of the flight recorder, for messages.
+        folder: of the run, whose logs and flight records messages name; None: they name none.
         end: ends this process with a code, when another rank has raised. None: nothing ends it.
     """
 
@@ -114,8 +116,7 @@ class HangWatchdog(Position):
         self,
         stall: Stall | None = None,
         comm: Comm | None = None,
-        logs: str = "",
-        traces: str = "",
+        folder: Path | None = None,
         end: Callable[[int], object] | None = exit_codes.end_process,
     ) -> None:
         super().__init__()
@@ -128,8 +129,7 @@ class HangWatchdog(Position):
         self._heartbeat = stall.heartbeat_seconds
         if self._deadline:
             self._heartbeat = min(self._heartbeat, self._deadline / 2)
-        self.logs = logs
-        self.traces = traces
+        self._folder = folder
         self._end = end
         self._host = socket.gethostname()
         self._first_step: int | None = None
@@ -279,7 +279,15 @@ class HangWatchdog(Position):
     def _run(self) -> None:
         try:
             while not self._stop.wait(self._poll):
-                self._tick(time.monotonic())
+                now = time.monotonic()
+                if now >= self._next_beat:
+                    self._next_beat = now + self._heartbeat
+                    self._publish()
+                if not self._followed.is_set() and self._store.check(["raised"]):
+                    self._follow(RankState.load(self._store.get("raised").decode()))
+                    self._followed.set()
+                elif not self._end_state:
+                    self._look_out(now)
         except (RuntimeError, OSError) as error:
             if not self._stop.is_set():
                 reason = str(error).partition("\n")[0]
@@ -291,16 +299,8 @@ class HangWatchdog(Position):
         finally:
             self._followed.set()
 
-    def _tick(self, now: float) -> None:
-        if now >= self._next_beat:
-            self._next_beat = now + self._heartbeat
-            self._publish()
-        if not self._followed.is_set() and self._store.check(["raised"]):
-            self._follow(RankState.load(self._store.get("raised").decode()))
-            self._followed.set()
-            return
-        if self._end_state:
-            return
+    def _look_out(self, now: float) -> None:
+        """While this rank goes on: end it if NCCL has failed; on rank 0 watch all."""
         failure = nccl_failure()
         if failure:
             # Its thread may wait for the device for ever, and NCCL is about to abort the process.
@@ -339,9 +339,10 @@ class HangWatchdog(Position):
                 if state.silent:
                     states[rank] = self._state_since(rank, before[rank])
         culprits, self.verdict = verdict(states)
-        if self.traces and not culprits and self.size > 1:
+        if self._folder and not culprits and torch.cuda.is_available():
+            records = self._folder / TRACES
             self.verdict += (
-                f". When they time out, `torchfrtrace {self.traces}` compares their last ones"
+                f". When they time out, `torchfrtrace {records}` compares their last ones"
             )
         logger.error(f"{reason}:\n{table(states, culprits)}\n{self.verdict}")
 
@@ -377,8 +378,8 @@ class HangWatchdog(Position):
         if self.rank == 0:
             if not has_reason:
                 see = ""
-                if self.logs:
-                    see = f". Its traceback is in {Path(self.logs) / f'rank_{peer.rank}.log'}"
+                if self._folder:
+                    see = f". Its traceback is in {self._folder / LOGS / f'rank_{peer.rank}.log'}"
                 handler = console_handler()
                 where = f"{peer.name} raised in {peer.where}{peer.spot}"
                 logger.error(f"{where}: all ranks end{see}\n{peer.text}")

@@ -10,16 +10,8 @@ from titanlite.plan.hardware import DEFAULT_GPUS_PER_NODE, cluster_of
 from titanlite.plan.parts import FRAGMENTATION, GIB, PARTS, needed_bytes
 from titanlite.plan.plan import Plan, make_plan
 from titanlite.run.config import RunConfig
-from titanlite.utils import (
-    Style,
-    Table,
-    counted,
-    escape,
-    human_bytes,
-    human_count,
-    render,
-    wants_color,
-)
+from titanlite.runs.tables import Style, Table, render
+from titanlite.utils import counted, escape, human_bytes, human_count, wants_color
 
 _BAR = 24
 _UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "s": 1}

@@ -4,3 +4,5 @@
 ATTEMPTS = "attempts.jsonl"
 #: Folder of the export under way to the hub.
 HUB = ".hub"
+#: Folder of the last collectives, for a run that hangs.
+TRACES = "comm_traces"

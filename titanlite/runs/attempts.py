@@ -12,7 +12,7 @@ import msgspec
 
 from titanlite.runs import ATTEMPTS
 from titanlite.runs.jsonl import FILE as METRICS
-from titanlite.utils import read_lines, tell
+from titanlite.runs.lines import read_lines, tell
 
 Attempt = Mapping[str, Any]
 

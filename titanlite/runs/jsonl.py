@@ -6,23 +6,13 @@ Python's `float()` reads these.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from titanlite.utils import (
-    atomic_write,
-    escape_name,
-    json_lines,
-    logger,
-    not_a_link,
-    public_tree,
-    read_lines,
-)
+from titanlite.utils import atomic_write, escape_name, json_lines, logger, not_a_link, public_tree
 
 T = TypeVar("T")
 
@@ -86,16 +76,6 @@ class MetricsLog:
             logger.warning(
                 f"cannot write {self.path}: {error}. Training continues; rows are lost until it can"
             )
-
-
-def read_metrics(path: Path, problems: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl, but for damaged lines. Raises FileNotFoundError.
-
-    problems: as for `utils.read_lines`.
-    """
-    if not path.exists():
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    return read_lines(path, problems)
 
 
 def json_value(value: T) -> T | str:

@@ -42,7 +42,7 @@ _NOTICE_SECONDS = 1.0
 #: Entry of a lock whose holder was asked to stop, and is saving.
 _ENDING = "ending"
 #: Entry of a lock whose holder could not delete it.
-_RELEASED = "released"
+RELEASED = "released"
 
 
 class LockedError(RuntimeError):
@@ -112,20 +112,20 @@ class RunLock:
         if self._thread.ident is not None:
             self._thread.join()
         with suppress(OSError):
-            held = (_read(self.path) or {}).get("token") == self._token
+            held = (read_lock(self.path) or {}).get("token") == self._token
             if held and not _remove(self.path):
                 # In a store that forbids deletions.
-                released = {**json.loads(self._content), _RELEASED: True}
+                released = {**json.loads(self._content), RELEASED: True}
                 self.path.write_bytes(json.dumps(released).encode())
 
     def _take(self, path: Path | StorePath) -> None:
         """Raises LockedError."""
         while not self._create(path):
-            holder = _read(path)
+            holder = read_lock(path)
             if holder == {}:
                 # Perhaps it is being written at this moment.
                 time.sleep(_POLL_SECONDS)
-                holder = _read(path)
+                holder = read_lock(path)
             if holder is None:
                 # Released in between.
                 continue
@@ -142,10 +142,10 @@ class RunLock:
             claim = self.folder / f".{FILE}.dead.{holder.get('token', '')}"
             self._take(claim)
             try:
-                now = _read(path)
+                now = read_lock(path)
                 if now is None or now.get("token") != holder.get("token"):
                     continue
-                if not holder.get(_RELEASED):
+                if not holder.get(RELEASED):
                     logger.warning(
                         f"the lock of a run that has died is taken over: {_describe(holder)}"
                     )
@@ -177,7 +177,7 @@ class RunLock:
         """A lock that is released meanwhile counts as dead."""
         host = str(holder.get("host")).partition(".")[0]
         is_lost = host and host in os.environ.get(LOST_HOSTS, "").split(",")
-        if holder.get(_RELEASED) or is_lost:
+        if holder.get(RELEASED) or is_lost:
             return False
         alive = process_is_alive(holder)
         if alive is not None:
@@ -186,8 +186,8 @@ class RunLock:
         try:
             # Ages are by the clock of the file system or the store.
             probe.write_bytes(b"")
-            now = _modified(probe)
-            seen = _modified(path)
+            now = modified_at(probe)
+            seen = modified_at(path)
         finally:
             _remove(probe)
         if now is None or seen is None:
@@ -201,7 +201,7 @@ class RunLock:
             )
         while time.monotonic() < deadline:
             time.sleep(min(_POLL_SECONDS, wait))
-            now = _modified(path)
+            now = modified_at(path)
             if now != seen:
                 return now is not None
         return False
@@ -217,8 +217,8 @@ class RunLock:
         deadline = time.monotonic() + ENDING_SECONDS
         while time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-            now = _read(path)
-            if now is None or now.get(_RELEASED) or process_is_alive(holder) is False:
+            now = read_lock(path)
+            if now is None or now.get(RELEASED) or process_is_alive(holder) is False:
                 return True
             if now and now.get("token") != holder.get("token"):
                 # Another run was faster.
@@ -266,7 +266,7 @@ class OwnershipCheck:
         """Raise LockLostError when the lock is another run's than at the first call, OSError if
         unknown.
         """
-        holder = _read(self._path)
+        holder = read_lock(self._path)
         if not self._looked:
             self._looked = True
             self._token = (holder or {}).get("token")
@@ -275,23 +275,6 @@ class OwnershipCheck:
                 f"{self._path} was taken over by another run: {_describe(holder)}. Nothing is "
                 "written there any more: stop one of the two"
             )
-
-
-def last_sign_of_life(folder: Path) -> float | None:
-    """Return when the live run in a folder last renewed its lock, in seconds since 1970, or None.
-
-    A lock from elsewhere is judged by the clocks of both machines: this function writes nothing.
-    """
-    with suppress(OSError):
-        holder = _read(folder / FILE)
-        renewed = _modified(folder / FILE)
-        if holder is None or renewed is None or holder.get(_RELEASED):
-            return None
-        alive = process_is_alive(holder)
-        if alive is None:
-            alive = time.time() - renewed <= LEASE_SECONDS
-        return renewed if alive else None
-    return None
 
 
 def _remove(path: Path | StorePath) -> bool:
@@ -305,7 +288,7 @@ def _remove(path: Path | StorePath) -> bool:
     return True
 
 
-def _read(path: Path | StorePath) -> dict[str, Any] | None:
+def read_lock(path: Path | StorePath) -> dict[str, Any] | None:
     """Return {} if damaged, None if there is no lock. Raises OSError."""
     try:
         if isinstance(path, Path):
@@ -320,7 +303,8 @@ def _read(path: Path | StorePath) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else {}
 
 
-def _modified(path: Path | StorePath) -> float | None:
+def modified_at(path: Path | StorePath) -> float | None:
+    """Return when a lock was renewed, by the clock of its file system; None: there is none."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:

@@ -6,13 +6,12 @@ Nothing here is secret, and nothing may stop a run.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import platform
 import re
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -21,7 +20,6 @@ from typing import Any
 
 import titanlite
 from titanlite import __version__
-from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.utils import REMOVED, public
 
 #: Bytes of `git.diff` that are kept.
@@ -61,8 +59,6 @@ _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "JWT", 
 _LAUNCH = re.compile(r"--?launch\.environment(?:\.(?P<name>[^=]+))?(?P<value>=.*)?", re.DOTALL)
 _LAUNCH_LINE = re.compile(r"^(environment\.)(\S+) = .*$", re.MULTILINE)
 _GIT_SECONDS = 30
-#: Keys that only name the files of a config.
-_NOT_COMPARED = ("job.config_file", "job.extends", "job.dialect")
 
 
 @functools.cache
@@ -141,44 +137,6 @@ def public_config(toml: str) -> str:
 def is_secret(name: str) -> bool:
     """Return whether the name of a variable suggests a secret."""
     return any(word in name.upper() for word in _SECRET)
-
-
-def config_values(toml: str) -> dict[str, Any]:
-    """Return the values of a TOML text by dotted key. Raises TOMLDecodeError."""
-
-    def flatten(table: Mapping[str, Any], lead: str) -> Iterator[tuple[str, Any]]:
-        for name, value in table.items():
-            if isinstance(value, dict):
-                yield from flatten(value, f"{lead}{name}.")
-            else:
-                yield f"{lead}{name}", value
-
-    return dict(flatten(loads(toml), ""))
-
-
-def config_changes(old: object, new: object) -> dict[str, str]:
-    """Return "old -> new" by key for two TOML texts; empty where one is none.
-
-    Values are shown as in JSON, missing ones as "(not set)".
-    """
-    if not (isinstance(old, str) and isinstance(new, str)):
-        return {}
-    try:
-        old_values = config_values(old)
-        new_values = config_values(new)
-    except TOMLDecodeError:
-        return {}
-    found = {}
-    for key in {**old_values, **new_values}:
-        before = _shown(old_values, key)
-        now = _shown(new_values, key)
-        if before != now and key not in _NOT_COMPARED:
-            found[key] = f"{before} -> {now}"
-    return found
-
-
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    return json.dumps(values[key], default=str) if key in values else "(not set)"
 
 
 @dataclass(frozen=True)

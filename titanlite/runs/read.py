@@ -7,21 +7,25 @@ from __future__ import annotations
 import math
 import os
 import re
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from titanlite import exit_codes
 from titanlite.runs import ATTEMPTS
 from titanlite.runs.attempts import Attempt, read_attempts
 from titanlite.runs.jsonl import FILE as METRICS
-from titanlite.runs.jsonl import read_metrics
-from titanlite.runs.link_checks import read_own
-from titanlite.runs.lock import last_sign_of_life
-from titanlite.runs.provenance import config_values
-from titanlite.runs.record import CONFIG
+from titanlite.runs.lines import read_metrics
+from titanlite.runs.lock import FILE as LOCK
+from titanlite.runs.lock import (
+    LEASE_SECONDS,
+    RELEASED,
+    modified_at,
+    process_is_alive,
+    read_lock,
+)
 
 #: Levels of folders that `find_runs` searches.
 DEPTH = 4
@@ -66,8 +70,6 @@ class Run:
     folder: Path
     attempts: tuple[Attempt, ...] = ()
     rows: tuple[Row, ...] = ()
-    #: The resolved config by `section.key`; None where the folder has none.
-    config: Mapping[str, Any] | None = None
     #: The last renewal of the run's lock, in seconds since 1970; None for a run that is not alive.
     alive: float | None = None
     #: Errors in parts that could not be read.
@@ -153,11 +155,10 @@ class Run:
         return [row["time"] for row in self.rows if "time" in row]
 
 
-def read_run(folder: Path, *, partial: bool = False) -> Run:
-    """Read the run in a folder.
+def read_run(folder: Path) -> Run:
+    """Read the run in a folder. Raises RunError for what is no run.
 
-    Damaged lines and figures are named in `problems`. Raises RunError for what is no run, and for a
-    config that cannot be read, which with `partial` goes into `problems`.
+    Damaged lines and figures are named in `problems`.
     """
     folder = Path(folder)
     problems: list[str] = []
@@ -170,16 +171,24 @@ def read_run(folder: Path, *, partial: bool = False) -> Run:
     rows: tuple[Row, ...] = ()
     with suppress(FileNotFoundError):
         rows = _rows(folder / METRICS, problems)
-    config = None
-    try:
-        config = _config(folder / CONFIG)
-    except FileNotFoundError:
-        pass
-    except (RunError, OSError) as error:
-        if not partial:
-            raise
-        problems.append(str(error))
-    return Run(folder, attempts, rows, config, last_sign_of_life(folder), tuple(problems))
+    return Run(folder, attempts, rows, last_sign_of_life(folder), tuple(problems))
+
+
+def last_sign_of_life(folder: Path) -> float | None:
+    """Return when the live run in a folder last renewed its lock, in seconds since 1970, or None.
+
+    A lock from elsewhere is judged by the clocks of both machines: this function writes nothing.
+    """
+    with suppress(OSError):
+        holder = read_lock(folder / LOCK)
+        renewed = modified_at(folder / LOCK)
+        if holder is None or renewed is None or holder.get(RELEASED):
+            return None
+        alive = process_is_alive(holder)
+        if alive is None:
+            alive = time.time() - renewed <= LEASE_SECONDS
+        return renewed if alive else None
+    return None
 
 
 def _attempts_of_last_run(folder: Path, problems: list[str]) -> tuple[Attempt, ...]:
@@ -233,14 +242,19 @@ def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
 def _rows(path: Path, problems: list[str]) -> tuple[Row, ...]:
     """Training rows get "total_tps", tokens per second over all devices. Raises FileNotFoundError.
 
-    A figure that is no number is left out, and named in `problems`.
+    Texts stand for numbers that are not finite. What is no number, and rows without a step, are
+    left out.
     """
     rows: list[dict[str, float]] = []
     step = 0.0
     tokens = 0.0
     for raw in read_metrics(path, problems):
-        row = _figures(raw, path, problems)
-        if "step" not in row:
+        row: dict[str, float] = {}
+        for name, value in raw.items():
+            if name in _FIGURES or name.startswith(TASKS):
+                with suppress(TypeError, ValueError, OverflowError):
+                    row[name] = float(value)
+        if not math.isfinite(row.get("step", math.inf)):
             continue
         if {"loss", "tokens_seen", "seconds_per_step"} <= row.keys():
             steps = row["step"] - step
@@ -251,39 +265,3 @@ def _rows(path: Path, problems: list[str]) -> tuple[Row, ...]:
             tokens = row["tokens_seen"]
         rows.append(row)
     return tuple(rows)
-
-
-def _figures(raw: Mapping[str, Any], path: Path, problems: list[str]) -> dict[str, float]:
-    """A line without a step has none."""
-    row: dict[str, float] = {}
-    if "step" not in raw:
-        return row
-    for name in raw:
-        if name not in _FIGURES and not name.startswith(TASKS):
-            continue
-        number = _number(raw[name])
-        if number is None or (name == "step" and not abs(number) < 2**63):
-            where = f"{path}: row of step {raw['step']!r:.40}: {name} is {raw[name]!r:.40}"
-            problems.append(f"{where}, not a number; it is left out")
-        else:
-            row[name] = number
-    return row
-
-
-def _number(value: Any) -> float | None:
-    """A text stands for a number that is not finite; None: it is none."""
-    if not isinstance(value, (int, float, str)):
-        return None
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        return None
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        return config_values(read_own(path).decode())
-    except ValueError as error:
-        raise RunError(
-            f"{path}: not TOML ({error}); mend it, or rename it to read the run without it"
-        ) from None

@@ -180,7 +180,9 @@ def _keep_files(folder: Path, config: str, diff: bytes | None, number: int) -> _
         folder.mkdir(parents=True, exist_ok=True)
         if number > 1 and (folder / CONFIG).exists():
             before = read_own(folder / CONFIG).decode(errors="replace")
-            kept.changes = provenance.config_changes(before, config)
+            from titanlite.runs.config_changes import config_changes
+
+            kept.changes = config_changes(before, config)
         for name, content in ((CONFIG, config.encode()), (DIFF, diff)):
             new_name = _replace(folder / name, content, number - 1)
             if new_name is not None:

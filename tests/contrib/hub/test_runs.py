@@ -4,7 +4,6 @@ uploads are processes, and the client of the hub is the real one.
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,11 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.adapters import base_folder, run_flags
 from tests.support.hub_server import HubServer
-from tests.support.pushes import ADA, leaks, make_hub, uploads_of, variables
+from tests.support.pushes import leaks, make_hub, uploads_of, variables
 from tests.support.ranks import Ranks
-from tests.support.tiny import TWO_LAYERS
 from tests.support.train_runs import flags, rows, train
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import PIN
@@ -59,28 +56,28 @@ def test_each_checkpoint_goes_to_its_branch_and_the_last_one_to_main(
 ) -> None:
     run = tmp_path / "run"
     more = ["--checkpoint.hub_dtype=bfloat16", "--checkpoint.async_mode=async"]
+    more += ["--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
     codes, said = train(flags(run, INTERVAL, HUB, *more), 2, tmp_path / "console")
     assert codes == [0, 0], said
     uploads = uploads_of(hub)
     repository = uploads.repositories["ada/tiny"]
     assert repository.private
     assert set(repository.branches) == {"main", "step-4", "step-8"}
-    weights = [uploads.branch("ada/tiny", name)["model.safetensors"] for name in ("step-8", "main")]
-    assert weights[0] == weights[1]
-    assert b'"BF16"' in weights[0]
-    assert weights[0] != uploads.branch("ada/tiny", "step-4")["model.safetensors"]
-    # Each content went up once; one rank alone asked who it is, before and for each push.
-    assert len(uploads.puts) == len(set(uploads.puts)) == 2
+    assert b'"BF16"' in uploads.branch("ada/tiny", "step-4")["model.safetensors"]
+    # The last save in Hugging Face's format goes up as it is.
+    for name in ("step-8", "main"):
+        branch = uploads.branch("ada/tiny", name)
+        for file in (run / "checkpoint" / "step-8-hf").iterdir():
+            assert branch[file.name] == file.read_bytes()
+        assert "| step | 8 of 8 |" in branch["README.md"].decode()
+    # One rank alone asked the hub, before and for each push.
     assert len(hub.of("/api/repos/create", "POST")) <= 8
-    card = uploads.branch("ada/tiny")["README.md"].decode()
-    assert "| ranks | 2 |" in card
-    assert uploads.messages("ada/tiny")[-1] == "Step 8"
+    assert repository.messages[-1] == "Step 8"
     assert said.count("uploaded: ") == 2
     # The ranks have left by then: no timeout of theirs counts.
     assert said.index("training done") < said.index("waiting for uploads to ada/tiny")
     assert "not uploaded" not in said
-    assert not list(run.rglob(PIN))
-    assert not list((run / ".hub").glob("*"))
+    assert not [*run.rglob(PIN), *run.rglob(".reading*"), *(run / ".hub").glob("*")]
     assert _is_safe(run, said)
 
 
@@ -90,13 +87,10 @@ def test_failed_uploads_change_no_loss_and_their_commands_are_told(
 ) -> None:
     run = tmp_path / "run"
     hub.fail("/api/models/*/commit/*", method="POST", status=403, times=None)
-    hub.fail("/lfs/*", method="PUT", times=1)
-    hub.fail("/lfs/*", method="PUT", status=500, times=1)
     codes, said = train(flags(run, INTERVAL, HUB), 1, tmp_path / "console")
     assert codes == [0], said
     assert rows(run) == rows(plain)
-    uploads = uploads_of(hub)
-    assert set(uploads.branch("ada/tiny")) == {".gitattributes"}
+    assert uploads_of(hub).repositories["ada/tiny"].messages == []
     assert "403" in said
     for step, branches in ((4, "--branch step-4"), (8, "--branch step-8 --branch main")):
         assert f"\n  titanlite push {run}/checkpoint/step-{step} ada/tiny {branches}\n" in said
@@ -107,9 +101,9 @@ def test_failed_uploads_change_no_loss_and_their_commands_are_told(
 def test_a_stop_ends_the_upload_and_tells_its_command(hub: HubServer, tmp_path: Path) -> None:
     run = tmp_path / "run"
     more = [HUB, "--checkpoint.interval=2", "--training.steps=4000", "--checkpoint.hub_every=2"]
-    hub.fail("/lfs/*", method="PUT", stall=600, times=1)
+    hub.fail("/api/models/*/commit/*", method="POST", stall=600, times=1)
     with Ranks([*flags(run), *more], 1, tmp_path / "console") as ranks:
-        _until(lambda: bool(uploads_of(hub).puts))
+        _until(lambda: bool(hub.of("*/commit/*", "POST")))
         began = time.monotonic()
         ranks.send(signal.SIGTERM)
         assert ranks.wait() == [exit_codes.PREEMPTED], ranks.output()
@@ -127,54 +121,6 @@ def _until(done: Callable[[], bool], seconds: float = 240) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.slow
-def test_a_last_save_in_hugging_faces_format_goes_up_as_it_is(
-    hub: HubServer, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    last = ["--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
-    more = [HUB, "--checkpoint.hub_dtype=float16", "--checkpoint.hub_every=3", *last]
-    codes, said = train(flags(run, INTERVAL, *more), 1, tmp_path / "console")
-    assert codes == [0], said
-    uploads = uploads_of(hub)
-    # No multiple of 3 was saved before the end.
-    assert set(uploads.repositories["ada/tiny"].branches) == {"main", "step-8"}
-    branch = uploads.branch("ada/tiny")
-    for file in (run / "checkpoint" / "step-8-hf").iterdir():
-        assert branch[file.name] == file.read_bytes()
-    assert "| step | 8 of 8 |" in branch["README.md"].decode()
-    assert (run / "checkpoint" / "step-8-hf" / "config.json").is_file()
-
-
-@pytest.mark.slow
-def test_adapters_go_up_in_pefts_format_without_the_folder_of_their_base(
-    hub: HubServer, tmp_path: Path
-) -> None:
-    base = base_folder(tmp_path / "the-base")
-    run = tmp_path / "run"
-    words = [
-        "--job.config_file=debug_model.toml",
-        *TWO_LAYERS,
-        *run_flags(base),
-        f"--job.dump_folder={run}",
-        "--training.steps=2",
-        "--training.warmup_steps=1",
-        "--training.mixed_precision_param=float32",
-        HUB,
-    ]
-    codes, said = train(words, 1, tmp_path / "console")
-    assert codes == [0], said
-    branch = uploads_of(hub).branch("ada/tiny")
-    assert "adapter_model.safetensors" in branch
-    assert "model.safetensors" not in branch
-    config = json.loads(branch["adapter_config.json"])
-    assert config["base_model_name_or_path"] == "the-base"
-    card = branch["README.md"].decode()
-    assert "library_name: peft" in card
-    assert "(adapters of the-base)" in card
-    assert not any(str(tmp_path).encode() in content for content in branch.values())
-
-
 def _refused(folder: Path, *more: str, code: int = exit_codes.CONFIG) -> str:
     codes, said = train(flags(folder / "run", *more), 1, folder / "console")
     assert codes == [code], said
@@ -185,18 +131,10 @@ def _refused(folder: Path, *more: str, code: int = exit_codes.CONFIG) -> str:
 def test_what_cannot_be_uploaded_is_refused_before_the_first_step(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = _refused(tmp_path, "--checkpoint.hub=bob/tiny")
-    assert "checkpoint.hub: bob/tiny takes no upload of the owner of this token" in said
-    uploads = uploads_of(hub)
-    uploads.make("ada/tiny")
     monkeypatch.setenv("HF_TOKEN", "hf_planted_bob")
     said = _refused(tmp_path, HUB)
     assert "checkpoint.hub: ada/tiny takes no upload of the owner of this token" in said
     assert "planted" not in said
-    monkeypatch.setenv("HF_TOKEN", ADA)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "HF_HUB_OFFLINE is set" in _refused(tmp_path, HUB)
-    assert uploads.puts == []
 
 
 def _problems(*words: str) -> str:

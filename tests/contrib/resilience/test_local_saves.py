@@ -20,8 +20,8 @@ from tests.support.local_saves import part_of, parts_of, refused, same_end, stra
 from tests.support.pool import Pools
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.config.sections import Checkpoint
-from titanlite.contrib.resilience import reader, write
-from titanlite.contrib.resilience.copies import keepers_of, places_of
+from titanlite.contrib.resilience import write
+from titanlite.contrib.resilience.copies import Copies, keepers_of, places_of
 from titanlite.contrib.resilience.folder import ABOUT
 from titanlite.contrib.resilience.load import TieredChooser
 from titanlite.contrib.resilience.manager import TieredCheckpointer
@@ -29,12 +29,8 @@ from titanlite.contrib.resilience.reader import Offer
 from titanlite.dist.dist_env import DistEnv
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_run_goes_on_from_a_local_save_bit_for_bit(
-    pool: Pools, tmp_path: Path, mode: str
-) -> None:
-    fields = {"async_mode": mode}
+def test_a_run_goes_on_from_a_local_save_bit_for_bit(pool: Pools, tmp_path: Path) -> None:
+    fields = {"async_mode": "async"}
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], **fields)
     found = pool(2).run(train_both, RUN, tmp_path, 10, [0, 1], 7, **fields)
     same_end(found, straight(pool, RUN, tmp_path, 2, 10))
@@ -53,22 +49,7 @@ def test_a_part_is_a_safetensors_file_of_what_the_rank_holds(pool: Pools, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_newest_two_stay(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
-    steps = sorted(path.name for path in tmp_path.glob("node-0/run-*/rank-0/*"))
-    assert steps == ["step-6", "step-7"]
-
-
-@pytest.mark.slow
-def test_a_shared_checkpoint_is_taken_where_it_is_newer(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 8, [0, 1])
-    found = pool(2).run(train_both, RUN, tmp_path, 9, [0, 1], 8)[0]
-    notice = "the shared checkpoint of step 8 is taken: the newest local save is of step 7"
-    assert notice in found["notices"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lost", ["node", "bit", "manifest and part"])
+@pytest.mark.parametrize("lost", ["node", "bit"])
 def test_without_a_part_of_a_rank_an_older_save_is_taken(
     pool: Pools, tmp_path: Path, lost: str
 ) -> None:
@@ -78,10 +59,8 @@ def test_without_a_part_of_a_rank_an_older_save_is_taken(
     if lost == "node":
         shutil.rmtree(tmp_path / "node-1")
         step = 4
-    elif lost == "bit":
-        flip(part)
     else:
-        shutil.rmtree(part.parent)
+        flip(part)
     found = pool(2).run(train_both, RUN, tmp_path, 10, [0, 1], step)
     same_end(found, straight(pool, RUN, tmp_path, 2, 10))
     passed = [line for line in found[0]["notices"] if "passed over: the local save" in line]
@@ -91,43 +70,17 @@ def test_without_a_part_of_a_rank_an_older_save_is_taken(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("harm", ["missing", "damaged"])
 def test_one_manifest_proves_a_save_and_is_written_where_it_lacks(
-    pool: Pools, tmp_path: Path, harm: str
+    pool: Pools, tmp_path: Path
 ) -> None:
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
     manifest = part_of(tmp_path, 1, 1, 7).parent / "manifest.json"
     whole = manifest.read_bytes()
-    manifest.unlink()
-    if harm == "damaged":
-        manifest.write_bytes(whole.replace(b'"world_size": 2', b'"world_size": 3'))
+    manifest.write_bytes(whole.replace(b'"world_size": 2', b'"world_size": 3'))
     found = pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], 7)
-    assert any("is damaged" in line for line in found[0]["notices"]) == (harm == "damaged")
+    assert any("is damaged" in line for line in found[0]["notices"])
     assert manifest.read_bytes() == whole
     same_end(found, straight(pool, RUN, tmp_path, 2, 7))
-
-
-@pytest.mark.slow
-def test_a_full_disk_keeps_no_run_from_its_start(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
-    (part_of(tmp_path, 1, 1, 7).parent / "manifest.json").unlink()
-    found = pool(2).run(_start_on_a_full_disk, RUN, tmp_path)
-    assert any("stays incomplete: [Errno 28]" in line for line in found[1]["said"])
-
-
-def _start_on_a_full_disk(world: DistEnv, run: Run, folder: Path) -> dict[str, Any]:
-    full_disk = OSError(28, "No space left on device")
-    with patch.object(reader, "atomic_write", side_effect=full_disk):
-        return train_both(world, run, folder, 7, [0, 1], 7)
-
-
-@pytest.mark.slow
-def test_a_part_without_a_whole_save_is_deleted(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
-    for rank in (0, 1):
-        (part_of(tmp_path, rank, rank, 7).parent / "manifest.json").unlink()
-    pool(2).run(train_both, RUN, tmp_path, 6, [0, 1], 6)
-    assert parts_of(tmp_path, 0, 0, 7) == parts_of(tmp_path, 1, 1, 7) == []
 
 
 HSDP = Run(RUN.tokens, RUN.labels, RUN.rates, replicas=2)
@@ -147,35 +100,10 @@ def test_a_lost_node_gets_its_part_from_a_replica(pool: Pools, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_damaged_part_is_replaced_by_that_of_a_replica(pool: Pools, tmp_path: Path) -> None:
-    nodes = [0, 1, 2, 3]
-    pool(4).run(train_both, HSDP, tmp_path, 6, nodes)
-    part = part_of(tmp_path, 3, 3, 6)
-    whole = part.read_bytes()
-    flip(part)
-    found = pool(4).run(train_both, HSDP, tmp_path, 7, nodes, 6)
-    same_end(found, straight(pool, HSDP, tmp_path, 4, 7))
-    assert part.read_bytes() == whole
-    assert (part.parent / "manifest.json").is_file()
-
-
-@pytest.mark.slow
 def test_ranks_that_changed_their_nodes_get_their_own_parts(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
     found = pool(2).run(train_both, RUN, tmp_path, 10, [1, 0], 7)
     same_end(found, straight(pool, RUN, tmp_path, 2, 10))
-    again = pool(2).run(train_both, RUN, tmp_path, 11, [1, 0], 10)
-    same_end(again, straight(pool, RUN, tmp_path / "more", 2, 11))
-    assert not [line for line in again[0]["notices"] if "got their part" in line]
-
-
-@pytest.mark.slow
-def test_ranks_of_one_node_share_a_folder(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 7, [0, 0])
-    found = pool(2).run(train_both, RUN, tmp_path, 10, [0, 0], 7)
-    same_end(found, straight(pool, RUN, tmp_path, 2, 10))
-    steps = sorted(path.name for path in tmp_path.glob("node-0/run-*/rank-1/*"))
-    assert steps == ["step-10", "step-9"]
 
 
 @pytest.mark.slow
@@ -230,11 +158,10 @@ def test_without_any_usable_save_the_run_begins_anew(pool: Pools, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["part", "manifest"])
 def test_a_local_save_that_fails_ends_nothing_and_keeps_no_space(
-    pool: Pools, tmp_path: Path, file: str
+    pool: Pools, tmp_path: Path
 ) -> None:
-    found = pool(2).run(_train_with_full_disk, RUN, tmp_path, file)
+    found = pool(2).run(_train_with_full_disk, RUN, tmp_path)
     told = [line for line in found[0]["said"] if "no local save was written: rank 1" in line]
     assert len(told) == 3, "of steps 1 to 3"
     same_end(found, straight(pool, RUN, tmp_path, 2, 4))
@@ -242,16 +169,15 @@ def test_a_local_save_that_fails_ends_nothing_and_keeps_no_space(
     pool(2).run(train_both, RUN, tmp_path, 5, [0, 1], 4)
 
 
-def _train_with_full_disk(world: DistEnv, run: Run, folder: Path, file: str) -> dict[str, Any]:
-    name = {"part": "write_part", "manifest": "publish"}[file]
-    real = getattr(write, name)
+def _train_with_full_disk(world: DistEnv, run: Run, folder: Path) -> dict[str, Any]:
+    real = write.publish
 
     def full_disk(*arguments: Any) -> Any:
         if world.rank == 1:
             raise OSError(28, "No space left on device")
         return real(*arguments)
 
-    with patch.object(write, name, full_disk):
+    with patch.object(write, "publish", full_disk):
         return train_both(world, run, folder, 4, [0, 1])
 
 
@@ -263,15 +189,12 @@ def test_a_folder_that_cannot_be_made_is_told_at_the_start(pool: Pools, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("suspect", "taken"), [(7, 6), (4, 7)], ids=["the newest", "an older one"])
-def test_a_rollback_takes_the_newest_save_that_is_not_suspect(
-    pool: Pools, tmp_path: Path, suspect: int, taken: int
-) -> None:
+def test_a_rollback_takes_the_newest_save_that_is_not_suspect(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
-    assert pool(2).run(_go_back, RUN, tmp_path, {suspect: "it is suspect"}) == [taken, taken]
-    assert bool(parts_of(tmp_path, 1, 1, 7)) == (taken == 7)
+    assert pool(2).run(_go_back, RUN, tmp_path, {7: "it is suspect"}) == [6, 6]
+    assert not parts_of(tmp_path, 1, 1, 7)
     assert (tmp_path / "shared" / "step-4").is_dir()
-    pool(2).run(train_both, RUN, tmp_path, taken, [0, 1], taken)
+    pool(2).run(train_both, RUN, tmp_path, 6, [0, 1], 6)
 
 
 def _go_back(world: DistEnv, run: Run, folder: Path, suspects: dict[int, str]) -> int:
@@ -302,17 +225,6 @@ def test_a_lost_node_gets_its_parts_from_the_copies_on_the_next(
 
 
 @pytest.mark.slow
-def test_a_damaged_part_and_a_damaged_copy_make_an_older_save_the_newest(
-    pool: Pools, tmp_path: Path
-) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], local_copies=1)
-    (copied,) = tmp_path.glob("node-1/run-*/copy-0/step-7/*.safetensors")
-    flip(part_of(tmp_path, 0, 0, 7))
-    flip(copied)
-    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], 6, local_copies=1)
-
-
-@pytest.mark.slow
 def test_a_copy_that_cannot_be_kept_does_not_stop_the_save(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 1, [0, 1], local_copies=1)
     (root,) = tmp_path.glob("node-1/run-*")
@@ -321,6 +233,28 @@ def test_a_copy_that_cannot_be_kept_does_not_stop_the_save(pool: Pools, tmp_path
     found = pool(2).run(train_both, RUN, tmp_path, 2, [0, 1], 1, local_copies=1)
     assert any("no copy of the part of rank 0 is kept" in line for line in found[1]["said"])
     pool(2).run(train_both, RUN, tmp_path, 2, [0, 1], 2)
+
+
+def test_a_connection_that_breaks_in_mid_copy_ends_nothing(pool: Pools, tmp_path: Path) -> None:
+    found = pool(2).run(_train_until_a_copy_breaks, RUN, tmp_path)
+    same_end(found, straight(pool, RUN, tmp_path, 2, 7))
+    (told,) = [line for line in found[0]["said"] if "no local save was written" in line]
+    assert "step 6: " in told
+    assert parts_of(tmp_path, 1, 1, 6) == []
+    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], 7, local_copies=1)
+
+
+def _train_until_a_copy_breaks(world: DistEnv, run: Run, folder: Path) -> dict[str, Any]:
+    """Steps to 7. In the save of step 6 rank 1 loses its connection, and rank 0 waits for it."""
+    real = Copies.exchange
+
+    def breaking(copies: Copies, part: Path, written: Any, step: int, *more: Any) -> list[Path]:
+        if step == 6 and world.rank == 1:
+            raise RuntimeError("Connection reset by peer")
+        return real(copies, part, written, step, *more)
+
+    with patch.object(Copies, "exchange", breaking):
+        return train_both(world, run, folder, 7, [0, 1], async_mode="async", local_copies=1)
 
 
 @pytest.mark.parametrize(

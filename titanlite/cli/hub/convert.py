@@ -135,7 +135,16 @@ def open_source(
     and ConfigError for code that is not trusted.
     """
     if is_torchtitan(path):
-        source = _of_torchtitan(path, described)
+        if described is None:
+            raise CheckpointError(
+                f"{path} is of torchtitan, and does not tell its model: give the TOML file of its "
+                "run as `titanlite export --config FILE`"
+            )
+        source = replace(
+            _foreign(path, described.spec, described.args),
+            step=step_of(path) or 0,
+            tokenizer=described.tokenizer,
+        )
     else:
         source = _any_source(path, progress, ema, foreign(trust_code), base)
     refusals = {
@@ -165,7 +174,11 @@ def _any_source(
     path: AnyPath, progress: Progress, ema: bool, origin: Origin, base: AnyPath | None = None
 ) -> Source:
     if holds_adapters(path):
-        return _peft(path, progress, origin, base)
+        from titanlite.features.lora.peft import base_of
+        from titanlite.features.lora.source import base_path, of_peft
+
+        under = _any_source(base_path(base_of(path), base, path), progress, False, origin)
+        return _merged(under, of_peft(path, get_spec(under.family), under.args), under)
     if holds_weights(path):
         return _foreign(path)
     names_step = step_of(path) is not None
@@ -193,7 +206,11 @@ def _checkpoint(
     problems = check_files(folder, manifest, progress=progress)
     if problems:
         raise CheckpointError("\n  ".join([f"{folder} is damaged:", *problems]))
-    family, args = _described(folder / FILE, record, origin)
+    file = folder / FILE
+    try:
+        family, args = from_record(record, origin, str(file), "config.model.family")
+    except (ShapeError, TypeError) as error:
+        raise CheckpointError(f"{file}: its model cannot be read: {error}") from None
     prefix = AVERAGE if ema else WEIGHT
     entries = {}
     for name, entry in manifest.tensors.items():
@@ -228,15 +245,6 @@ def _checkpoint(
     return _merged(found, files, under)
 
 
-def _peft(path: AnyPath, progress: Progress, origin: Origin, base: AnyPath | None) -> Source:
-    from titanlite.features.lora.peft import base_of
-    from titanlite.features.lora.source import base_path, of_peft
-
-    place = base_path(base_of(path), base, path)
-    under = _any_source(place, progress, False, origin)
-    return _merged(under, of_peft(path, get_spec(under.family), under.args), under)
-
-
 def _merged(source: Source, files: AdapterFiles, base: Source) -> Source:
     from titanlite.features.lora.source import merged
 
@@ -252,13 +260,6 @@ def _merged(source: Source, files: AdapterFiles, base: Source) -> Source:
         tokenizer=source.tokenizer or base.tokenizer,
         adapters=files,
     )
-
-
-def _described(path: AnyPath, record: Mapping[str, Any], origin: Origin) -> tuple[str, Any]:
-    try:
-        return from_record(record, origin, str(path), "config.model.family")
-    except (ShapeError, TypeError) as error:
-        raise CheckpointError(f"{path}: its model cannot be read: {error}") from None
 
 
 def _foreign(path: AnyPath, spec: ModelSpec | None = None, args: Any = None) -> Source:
@@ -277,17 +278,6 @@ def _foreign(path: AnyPath, spec: ModelSpec | None = None, args: Any = None) -> 
         context=weights.context,
         tokenizer=str(path if path.is_dir() else path.parent),
     )
-
-
-def _of_torchtitan(path: AnyPath, model: ModelOf | None) -> Source:
-    if model is None:
-        raise CheckpointError(
-            f"{path} is of torchtitan, and does not tell its model: give the TOML file of its run "
-            "as `titanlite export --config FILE`"
-        )
-    source = _foreign(path, model.spec, model.args)
-    step = step_of(path) or 0
-    return replace(source, step=step, tokenizer=model.tokenizer)
 
 
 def convert(  # noqa: PLR0913
@@ -320,28 +310,33 @@ def convert(  # noqa: PLR0913
     refuse_existing(target)
     opened = open_source(path, progress, ema, trust_code, base, described)
     if to == "peft":
-        return _write_peft(opened, target, dtype)
+        from titanlite.features.lora.peft import save_peft
+
+        files = opened.adapters
+        if files is None:
+            raise CheckpointError(
+                f"{opened.path} holds whole weights, and PEFT's files hold adapters"
+            )
+        tensors = {}
+        for name in files.adapters.shapes:
+            tensor = files.read(name)
+            tensors[name] = converted(name, tensor, dtype) if dtype else tensor
+        model = (get_spec(opened.family), opened.args)
+        save_peft(target, files.adapters, tensors, model, files.base)
+        return target
     source = opened.converted(dtype, progress)
-    _check_space(source, target)
+    needed = sum(tensor.nbytes for tensor in source.empty.values())
+    there = next(folder for folder in target.absolute().parents if folder.is_dir())
+    disk = shutil.disk_usage(there)
+    if disk.total and disk.free < needed:
+        raise CheckpointError(
+            f"{target} cannot be written: its weights take {human_bytes(needed)}, and {there} has "
+            f"{human_bytes(disk.free)} left. Nothing was written"
+        )
     try:
         _write_hf(source, target, shard_bytes, report)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error}") from error
-    return target
-
-
-def _write_peft(source: Source, target: Path, dtype: str | None) -> Path:
-    from titanlite.features.lora.peft import save_peft
-
-    files = source.adapters
-    if files is None:
-        raise CheckpointError(f"{source.path} holds whole weights, and PEFT's files hold adapters")
-    tensors = {}
-    for name in files.adapters.shapes:
-        tensor = files.read(name)
-        tensors[name] = converted(name, tensor, dtype) if dtype else tensor
-    model = (get_spec(source.family), source.args)
-    save_peft(target, files.adapters, tensors, model, files.base)
     return target
 
 
@@ -368,14 +363,3 @@ def _write_hf(
             report(compare_logits(source.family, source.args, source.read, Path(str(folder))))
             if source.tokenizer:
                 report(compare_ids(source.tokenizer, Path(str(folder))))
-
-
-def _check_space(source: Source, target: Path) -> None:
-    needed = sum(tensor.nbytes for tensor in source.empty.values())
-    there = next(folder for folder in target.absolute().parents if folder.is_dir())
-    disk = shutil.disk_usage(there)
-    if disk.total and disk.free < needed:
-        raise CheckpointError(
-            f"{target} cannot be written: its weights take {human_bytes(needed)}, and {there} has "
-            f"{human_bytes(disk.free)} left. Nothing was written"
-        )

@@ -10,7 +10,7 @@ import contextlib
 import importlib.util
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -236,26 +236,10 @@ def fill(
 
 
 def our_logits(family: str, args: Any, read: Read, tokens: torch.Tensor) -> torch.Tensor:
-    """Return titanlite's logits [1, seq, vocab] in float32, with one block's weights in memory."""
-    spec = get_spec(family)
-    model = empty_model(spec, args)
-    empty = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
-    outside = {*empty}
-    for block in spec.block_names(args):
-        its = [name for name in empty if name.startswith(f"{block}.")]
-        outside.difference_update(its)
-
-        def enter(*_: Any, its: Sequence[str] = its) -> None:
-            fill(model, its, read)
-
-        def leave(*_: Any, its: Sequence[str] = its) -> None:
-            fill(model, its, empty.__getitem__, device="meta")
-
-        module = model.get_submodule(block)
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave)
+    """Return titanlite's logits [1, seq, vocab] in float32."""
+    model = empty_model(get_spec(family), args)
     with torch.no_grad():
-        fill(model, outside, read)
+        fill(model, list(model.state_dict()), read)
         logits: torch.Tensor = model(tokens)
     return logits.float()
 
@@ -281,40 +265,31 @@ def _cannot(family: str, args: Any) -> str:
 
 
 def _transformers(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the logits by `transformers`, for a folder that may be of somebody else.
+
+    No code of it runs: files in `auto_map` stay unread, and kernels in config.json are not fetched.
+    """
     if importlib.util.find_spec("torchao") is not None:
         torchao()  # without the lines that it logs when `transformers` imports it
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    try:
-        model = _pretrained(folder).float().eval()
-        with torch.no_grad():
-            logits: torch.Tensor = model(tokens).logits
-    except Exception as error:  # of any of its parts
-        raise CheckpointError(f"transformers cannot read {folder}: {error}") from error
-    return logits
-
-
-def _pretrained(folder: Path) -> Any:
-    """Return the model of `transformers` for a folder, which may be of somebody else.
-
-    No code of it runs: files in `auto_map` stay unread, and kernels in config.json are not fetched.
-    """
-    from transformers import AutoModelForCausalLM
-
     content = read_json(folder / HF_CONFIG)
     text = content.get("text_config")
     if "vocab_size" not in content and isinstance(text, dict):
         content = text
-    config = read_config(content)
-    options = {
-        "config": config,
-        "dtype": "auto",
-        "local_files_only": True,
-        "trust_remote_code": False,
-    }
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", **options)
-    except ValueError:  # some models have only their own attention
-        return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **options)
+        options = {"config": read_config(content), "dtype": "auto", "local_files_only": True}
+        options["trust_remote_code"] = False
+        read = AutoModelForCausalLM.from_pretrained
+        try:
+            model = read(folder, attn_implementation="sdpa", **options)
+        except ValueError:  # some models have only their own attention
+            model = read(folder, attn_implementation="eager", **options)
+        with torch.no_grad():
+            logits: torch.Tensor = model.float().eval()(tokens).logits
+    except Exception as error:  # of any of its parts
+        raise CheckpointError(f"transformers cannot read {folder}: {error}") from error
+    return logits

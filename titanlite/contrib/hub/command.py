@@ -61,12 +61,12 @@ def _run(arguments: argparse.Namespace) -> str:
     weights = find_weights(arguments.source)
     if weights.manifest is None and (arguments.dtype or arguments.ema):
         raise HubError(f"{weights.path} is exported already: --dtype and --ema say nothing here")
-    api = open_repository(arguments.repository, True if arguments.private else None)
     title = f"Weights of {weights.path.name}" if weights.step is None else f"Step {weights.step}"
     lines = []
     work: Path = arguments.folder
     # A folder of somebody else could lead elsewhere.
     refuse_links(work.parent, work)
+    api = open_repository(arguments.repository, True if arguments.private else None)
     work.mkdir(parents=True, exist_ok=True)
     with stoppable(), tempfile.TemporaryDirectory(prefix="titanlite-push-", dir=work) as folder:
         exported = export(weights, Path(folder) / "weights", arguments)

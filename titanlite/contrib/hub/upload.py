@@ -76,15 +76,13 @@ def upload(
         old = filter_repo_objects(there, allow_patterns=_REPLACED, ignore_patterns=[*files, "*/*"])
         operations: list[Any] = [CommitOperationDelete(name) for name in old]
         for name, content in files.items():
-            if name != README or name not in there or _is_ours(api, repository, branch):
-                source = content if isinstance(content, bytes) else str(content)
-                operations.append(CommitOperationAdd(name, source))
+            if name == README and name in there:
+                card = Path(api.hf_hub_download(repository, README, revision=branch))
+                if MARK not in card.read_text(encoding="utf-8", errors="replace"):
+                    continue
+            source = content if isinstance(content, bytes) else str(content)
+            operations.append(CommitOperationAdd(name, source))
         commit = api.create_commit(repository, operations, commit_message=title, revision=branch)
     except Exception as error:
         raise HubError(f"{repository}, branch {branch}, takes no upload", error) from None
     return str(commit.commit_url)
-
-
-def _is_ours(api: Any, repository: str, branch: str) -> bool:
-    path = api.hf_hub_download(repository, README, revision=branch)
-    return MARK in Path(path).read_text(encoding="utf-8", errors="replace")

@@ -29,6 +29,7 @@ from titanlite.metrics.trackers import RUN_IDS
 from titanlite.run.config import RunConfig
 from titanlite.runs import provenance
 from titanlite.runs.attempts import read_attempts
+from titanlite.runs.config_changes import config_changes, config_values
 from titanlite.runs.lock import RunLock
 from titanlite.runs.read import Run, RunError, read_run
 from titanlite.runs.record import CONFIG
@@ -123,8 +124,8 @@ def _changes(config: LoadedConfig, run: RunConfig, own: Path) -> list[Problem]:
     except FileNotFoundError:
         return []
     # An older titanlite did not have all keys.
-    known = provenance.config_values(old)
-    found = provenance.config_changes(old, provenance.public_config(config.to_toml()))
+    known = config_values(old)
+    found = config_changes(old, provenance.public_config(config.to_toml()))
     told = {
         key: change
         for key, change in found.items()
@@ -196,7 +197,7 @@ def result_of(member: Member, folder: Path, exit_code: int | None = None) -> Mem
     """Return how a run stands. folder: the one above it. exit_code: of a start just now."""
     run = Run(folder / member.name)
     with suppress(RunError):
-        run = read_run(run.folder, partial=True)
+        run = read_run(run.folder)
     losses = [row["loss"] for row in run.training]
     validations = [row["validation_loss"] for row in run.validations]
     tail = validations[-1:] or losses[-max(round(len(losses) * _TAIL), 1) :]

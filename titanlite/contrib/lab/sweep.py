@@ -33,7 +33,8 @@ from titanlite.config.written_values import Entry
 from titanlite.contrib.lab import refuse_keys
 from titanlite.contrib.lab.members import Member, MemberResult, check_members, run_members
 from titanlite.runs.record import CONFIG
-from titanlite.utils import Table, atomic_write, public, public_tree, render
+from titanlite.runs.tables import Table, render
+from titanlite.utils import atomic_write, public, public_tree
 
 RESULTS = "results.json"
 #: Keys that would take a run out of its folder, or change its files.

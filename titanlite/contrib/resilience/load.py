@@ -21,7 +21,6 @@ from titanlite.contrib.resilience.folder import (
     ABOUT,
     GENERATORS,
     LocalFolder,
-    Past,
     id_of,
     part_name,
     read_past,
@@ -115,7 +114,13 @@ class TieredLoader(Loader):
         self.layout = digest_of("\n".join(gather_objects(mine, self.group)).encode())
         chooser = self.chooser
         chooser.local_root = self.folder.step(0).parent
-        past, newest = on_rank_0(self.world, lambda: _shared_state(chooser.root), self.group)
+        past, names = on_rank_0(
+            self.world, lambda: (read_past(chooser.root), list(entries(chooser.root))), self.group
+        )
+        # Damaged checkpoints count too.
+        matches = map(NAMES.fullmatch, names)
+        steps = [int(match[1]) for match in matches if match is not None and match[1]]
+        newest = max(steps, default=-1)
         chooser.offers = []
         chooser.notes = []
         manifests, problems = _gather_manifests(self.folder, self.group)
@@ -153,13 +158,6 @@ class TieredLoader(Loader):
         # A save of what was loaded is another one.
         train = {name: value for name, value in loaded.train.items() if name != ABOUT}
         return replace(loaded, train=train)
-
-
-def _shared_state(shared: AnyPath) -> tuple[Past, int]:
-    """The newest step counts damaged checkpoints too."""
-    matches = map(NAMES.fullmatch, entries(shared))
-    steps = [int(match[1]) for match in matches if match is not None and match[1]]
-    return read_past(shared), max(steps, default=-1)
 
 
 def _gather_manifests(

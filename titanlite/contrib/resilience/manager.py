@@ -21,6 +21,7 @@ from titanlite.checkpoint.manifest import Manifest, digest_of, steps_in
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.checkpoint.storage import Save, describe, on_each_rank, on_rank_0
 from titanlite.checkpoint.store_paths import AnyPath, to_path, write_new
+from titanlite.checkpoint.write import train_state
 from titanlite.contrib.resilience.copies import plan_copies
 from titanlite.contrib.resilience.folder import LocalFolder, Past, read_past, write_past
 from titanlite.contrib.resilience.load import TieredLoader
@@ -95,17 +96,17 @@ class TieredCheckpointer(Checkpointer):
             step = loaded.step
         offers = self._loader.chooser.offers
         kept = tuple(one.save for one in offers if one.manifest.step <= step)
-        self._line = self._on_rank_0(lambda: self._begin_line(kept))
+
+        def begin() -> str:
+            past = Past(uuid.uuid4().hex[:16], kept, max(steps_in(self.root), default=-1))
+            write_past(self.root, past)
+            return past.line
+
+        self._line = self._on_rank_0(begin)
         group = self._loader.group
         on_each_rank(lambda: self.local.clear(kept), group)
         on_each_rank(lambda: self.local.prune(self.config.local_keep_latest_k), group)
         self._loader.chooser.rejected.clear()
-
-    def _begin_line(self, kept: tuple[str, ...]) -> str:
-        newest = max(steps_in(self.root), default=-1)
-        past = Past(uuid.uuid4().hex[:16], kept, newest)
-        write_past(self.root, past)
-        return past.line
 
     def _publish(self, save: Save, manifest: Manifest) -> None:
         super()._publish(save, manifest)
@@ -251,5 +252,5 @@ class LocalSchedule(SaveSchedule):
         self._good = good
         parts = trainer.parts
         saver.save_local(
-            trainer.step, parts.model, parts.optimizer, trainer.train_state(), proven=proven
+            trainer.step, parts.model, parts.optimizer, train_state(trainer), proven=proven
         )

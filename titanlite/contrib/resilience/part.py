@@ -37,13 +37,6 @@ def write_part(path: Path, tensors: Tensors) -> Written:
 
 
 def _blocks(tensors: Tensors) -> Any:
-    yield _header(tensors)
-    for name in sorted(tensors):
-        local = plain_local(tensors[name]).detach().cpu().contiguous()
-        yield local.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _header(tensors: Tensors) -> bytes:
     entries = []
     for name in sorted(tensors):
         part = plain_local(tensors[name])
@@ -51,7 +44,10 @@ def _header(tensors: Tensors) -> bytes:
         if dtype not in DTYPES:
             raise CheckpointError(f"{name} is {part.dtype}, which a local save cannot hold")
         entries.append((name, dtype, list(part.shape), part.nbytes))
-    return header(entries, layout=layout(tensors))
+    yield header(entries, layout=layout(tensors))
+    for name in sorted(tensors):
+        local = plain_local(tensors[name]).detach().cpu().contiguous()
+        yield local.reshape(-1).view(torch.uint8).numpy().data
 
 
 def read_part(path: Path, tensors: Tensors) -> None:

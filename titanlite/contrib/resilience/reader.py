@@ -101,7 +101,11 @@ class LocalReader:
             remove(self.folder)
         plan = [source for source in sources if source is not None]
         if len(plan) < len(sources):
-            return self._why([rank for rank, source in enumerate(sources) if source is None])
+            text = (
+                f"the local save of step {self.manifest.step}: no node has the part of rank "
+                f"{sources.index(None)}, nor a replica's"
+            )
+            return "; ".join([text, *sorted(set(self._bad.values()))[:3]])
         problem = problem or self._copy(plan)
         if problem is None and self.path.parent == self.folder:
             # What this rank's part lacks, such as the manifest.
@@ -119,13 +123,6 @@ class LocalReader:
             row = plain_local(state[RNG])
             rows = torch.frombuffer(bytearray(self.generators), dtype=torch.uint8)
             row.copy_(rows.view(-1, row.numel())[self.world.rank])
-
-    def _why(self, missing: Sequence[int]) -> str:
-        text = (
-            f"the local save of step {self.manifest.step}: no node has the part of rank "
-            f"{missing[0]}, nor a replica's"
-        )
-        return "; ".join([text, *sorted(set(self._bad.values()))[:3]])
 
     def _verified(self) -> list[Source | None]:
         """Return a compared source for each rank, or None."""
@@ -165,7 +162,12 @@ class LocalReader:
         return ""
 
     def _share_generators(self) -> str | None:
-        mine = self._read_generators()
+        mine = b""
+        for owner in self.offer.parts[self.world.rank]:
+            path = self.local.path_of(owner, self.manifest).parent / GENERATORS
+            with contextlib.suppress(OSError):
+                if file_digest(path, SAFE_HASH) == self.manifest.hashes[GENERATORS]:
+                    mine = path.read_bytes()
         have = gather_objects(bool(mine), self.group)
         if True not in have:
             return f"the local save of step {self.manifest.step}: no node has its {GENERATORS}"
@@ -173,15 +175,6 @@ class LocalReader:
         dist.broadcast_object_list(sent, src=have.index(True), group=self.group)
         self.generators = sent[0]
         return None
-
-    def _read_generators(self) -> bytes:
-        """Return the generators of all ranks; empty: this node has none."""
-        for owner in self.offer.parts[self.world.rank]:
-            path = self.local.path_of(owner, self.manifest).parent / GENERATORS
-            with contextlib.suppress(OSError):
-                if file_digest(path, SAFE_HASH) == self.manifest.hashes[GENERATORS]:
-                    return path.read_bytes()
-        return b""
 
     def _copy(self, plan: Sequence[Source]) -> str | None:
         """Give each rank a path to its part, over the network if need be; return what failed, the

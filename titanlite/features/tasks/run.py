@@ -11,7 +11,8 @@ from titanlite.callbacks import Callback
 from titanlite.config.run_sections import Eval
 from titanlite.exit_codes import no_exit
 from titanlite.features.tasks.ranks import InterruptedTasksError, RankScorer
-from titanlite.utils import Table, human_time, logger, render
+from titanlite.runs.tables import Table, render
+from titanlite.utils import human_time, logger
 
 if TYPE_CHECKING:
     from titanlite.features.tasks.harness import HarnessTask

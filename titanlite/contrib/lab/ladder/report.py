@@ -9,7 +9,8 @@ from titanlite.contrib.lab.ladder.fit import CONFIDENCE, Fit
 from titanlite.contrib.lab.ladder.predict import LeftOut, Prediction
 from titanlite.contrib.lab.ladder.rungs import computed, rungs
 from titanlite.contrib.lab.ladder.target import Target
-from titanlite.utils import Table, human_count, render
+from titanlite.runs.tables import Table, render
+from titanlite.utils import human_count
 
 
 def report_text(

@@ -20,7 +20,8 @@ from titanlite.features.mup.checks import problems
 from titanlite.models.llama import LlamaArgs
 from titanlite.plan.memory import with_vocabulary
 from titanlite.resolve.load import check_config
-from titanlite.utils import Table, counted, render
+from titanlite.runs.tables import Table, render
+from titanlite.utils import counted
 
 if TYPE_CHECKING:
     from titanlite.contrib.lab.mup.coordinates import Task
