@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
 from titanlite.runs.goodput import goodput_of
-from titanlite.runs.read import Row, Run
+from titanlite.runs.read import Run
 from titanlite.runs.tables import Table
 from titanlite.utils import human_time
 
@@ -58,11 +57,6 @@ def state_words(run: Run) -> str:
 def last(run: Run, name: str) -> float | None:
     """Return the newest value of a figure."""
     return next((row[name] for row in reversed(run.rows) if name in row), None)
-
-
-def finite(rows: Iterable[Row], name: str) -> list[float]:
-    """Return the finite values of a figure."""
-    return [row[name] for row in rows if name in row and math.isfinite(row[name])]
 
 
 def number(value: float | None, form: str) -> str:
