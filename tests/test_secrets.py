@@ -370,7 +370,7 @@ def test_no_byte_of_a_run_and_of_the_commands_holds_a_secret(
     assert PLANTED not in said, [line for line in said.splitlines() if PLANTED in line][:20]
     written = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     written += [path for path in (tmp_path / "tmp").rglob("*") if path.is_file()]
-    assert len(written) > 20
+    assert len(written) > 15
     assert [path for path in written if PLANTED.encode() in path.read_bytes()] == []
     assert [path for path in written if PLANTED in path.name] == []
     name = f"http://127.0.0.1:{server.port}/files/text.jsonl"

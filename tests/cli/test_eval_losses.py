@@ -27,7 +27,6 @@ from titanlite.validation import ValidationResult
 LAYOUTS = {
     "fsdp": [],
     "tensor": ["--training.tensor_parallel_degree=2"],
-    "pipeline": ["--experimental.pipeline_parallel_degree=2", "--training.batch_size=2"],
 }
 
 
@@ -68,9 +67,7 @@ def _equal(result: ValidationResult, row: dict[str, Any]) -> bool:
     return len(found) == 4 and all(row[key] == value for key, value in found.items())
 
 
-@pytest.mark.parametrize(
-    "layout", ["fsdp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tensor", "pipeline"))]
-)
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("tensor", marks=pytest.mark.slow)])
 def test_it_equals_the_figures_of_the_run_to_the_last_bit(
     pool: Pools, trained: tuple[Path, dict[str, Any]], tmp_path: Path, layout: str
 ) -> None:

@@ -36,13 +36,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe, biases": ("qwen3_moe", BIASED),
     "gpt_oss, biases": ("gpt_oss", BIASED),
     "llama4, biases": ("llama4", BIASED),
-    **{name: (name, {}) for name in SPECS if name != "hf"},
+    **{name: (name, {}) for name in ("llama3", "mixtral", "olmo3", "gemma3")},
 }
 #: Models of `transformers` whose experts have biases too.
 KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": sizes_of("deepseek_v3"),
-    "glm4_moe": sizes_of("qwen3_moe")
-    | {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2},
     "qwen3_moe": sizes_of("qwen3_moe"),
 }
 

@@ -52,7 +52,7 @@ def test_a_fault_ends_the_command_before_any_process_starts(
     monkeypatch.setattr(first_look, "__defaults__", (600.0,))
     monkeypatch.setattr(train_command, "start_ranks", _never)
     flags, said = _fault(kind, tmp_path)
-    for words in (["config", "check"], ["train", "--nproc=2"], ["train", "--nproc-per-node=2"]):
+    for words in (["config", "check"], ["train", "--nproc=2"]):
         capfd.readouterr()
         assert main([*words, "debug_model.toml", *flags]) == 2
         assert said in capfd.readouterr().err

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.processes import ROOT, python
-from tests.support.tiny import EIGHT_STEPS
+from tests.support.processes import python
 from titanlite import exit_codes
 from titanlite.assembly.tested_machines import TESTED, accelerator_warning
 from titanlite.cli import doctor
@@ -89,28 +87,3 @@ def test_doctor_has_the_warning(fake: Callable[..., None], monkeypatch: pytest.M
     ok, warning = found()
     assert ok[1].endswith("built for ROCm 7.0")
     assert warning == (doctor.WARNING, f"torch is built for ROCm 7.0, which is untested: {TESTED}")
-
-
-# torch itself asks for the accelerator too, and would use it.
-WITH_XPU = """
-import sys, torch
-real = torch.accelerator.current_accelerator
-def fake(check_available=False):
-    asks = sys._getframe(1).f_globals["__name__"]
-    ours = asks == "titanlite.assembly.tested_machines"
-    return torch.device("xpu") if ours else real(check_available)
-torch.accelerator.current_accelerator = fake
-from titanlite.main import main
-main(sys.argv[1:])
-"""
-
-
-@pytest.mark.slow
-def test_a_run_trains_on_the_cpu_and_says_so(tmp_path: Path) -> None:
-    flags = [*EIGHT_STEPS, "--training.steps=1", f"--job.dump_folder={tmp_path}/run"]
-    config = f"--job.config_file={ROOT}/train_configs/debug_model.toml"
-    done = python("-c", WITH_XPU, config, *flags, "--no-validation.enable")
-    assert done.returncode == exit_codes.DONE, done.stderr
-    output = done.stdout + done.stderr
-    assert output.count("the xpu device of this machine is not used, but its CPU") == 1
-    assert "training done at step 1" in output

@@ -64,19 +64,6 @@ def test_configs_and_commands_refuse_before_any_work(
     assert "2 documents" in printed
 
 
-def test_peek_says_what_was_found_and_passed_over(tmp_path: Path, command: Command) -> None:
-    clone = write_files(tmp_path / "clone", *CLONE)
-    words = ["--training.dataset_path", clone, "--data.split", "train", "--training.seq_len", 8]
-    code, printed = command("peek", *words)
-    assert code == 0
-    assert "2 files of parquet" in printed
-    assert "LICENSE.txt, README.md (documentation)" in printed
-    assert "data/test-00000-of-00001.parquet (split test)" in printed
-    assert "2 documents of " in printed
-    mixed = f"--data.source=[{{name='a', path='{clone}', split='train'}}, {{name='c4_test'}}]"
-    assert "a: 2 files of parquet" in command("peek", mixed, "--training.seq_len", 8)[1]
-
-
 def test_the_start_report_names_files_and_warns(tmp_path: Path) -> None:
     clone = write_files(tmp_path / "clone", *CLONE)
     keys = [

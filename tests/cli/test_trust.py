@@ -65,19 +65,14 @@ MODEL = {
     "push": ["{step}", "ada/tiny"],
 }
 #: Commands that take the config in a checkpoint or run, and the keys whose code they would run.
-CONFIG = {
-    "eval": (
-        ["{step}"],
-        ["model.name", "training.loss", "validation.dataset"],
-    ),
-}
+CONFIG = {"eval": ["model.name", "training.loss", "validation.dataset"]}
 #: Command → why it reads neither a run nor a checkpoint, or which test covers it.
 REASONS = {
     "train": "test_training_from_a_poisoned_checkpoint_runs_none_of_its_code",
     "launch": OWN,
     "doctor": "examines the machine, and reads no checkpoint",
-    "plan": f"{OWN}; hf_config: test_a_config_json_names_no_code",
-    "config check": f"{OWN}; hf_config: test_a_config_json_names_no_code",
+    "plan": f"{OWN}; hf_config: test_a_hugging_face_folder_runs_no_code",
+    "config check": f"{OWN}; hf_config: test_a_hugging_face_folder_runs_no_code",
     "config explain": OWN,
     "config show": OWN,
     "data peek": OWN,
@@ -205,50 +200,40 @@ def test_a_model_that_the_manifest_names_is_not_imported(poisoned: Poisoned, com
     _is_announced(said, poisoned.evil, path)
 
 
-@pytest.mark.slow_after(11)
 @pytest.mark.parametrize("way", ["file", "beside", "module"])
-@pytest.mark.parametrize("command", sorted(CONFIG))
-def test_code_that_a_kept_config_names_is_not_imported(
-    poisoned: Poisoned, command: str, way: str
-) -> None:
-    words, keys = CONFIG[command]
-    values = code_config(poisoned.evil, way)
-    poison(poisoned.step, values)
-    file = "manifest.json" if "{step}" in words else "config.toml"
-    code, said = poisoned.call(command, words)
+def test_code_that_a_kept_config_names_is_not_imported(poisoned: Poisoned, way: str) -> None:
+    keys = CONFIG["eval"]
+    poison(poisoned.step, code_config(poisoned.evil, way))
+    code, said = poisoned.call("eval", ["{step}"])
     assert code == exit_codes.CONFIG
     assert not poisoned.evil.ran
     for key in keys:
-        _names(said, file, key, poisoned.evil.named(CODE[key], way))
+        _names(said, "manifest.json", key, poisoned.evil.named(CODE[key], way))
     assert said.count(trust.FLAG) == len(keys)
-    _, said = poisoned.call(command, words, trust.FLAG)
+    _, said = poisoned.call("eval", ["{step}"], trust.FLAG)
     for key in keys:
         _is_announced(
             said, poisoned.evil, f"{key} = {_quoted(poisoned.evil.named(CODE[key], way))}"
         )
-    if command == "eval":
-        assert "started" in said
+    assert "started" in said
 
 
-@pytest.mark.parametrize("command", sorted(CONFIG))
 def test_variables_and_other_files_that_a_kept_config_names_are_not_read(
-    poisoned: Poisoned, command: str, server: list[str]
+    poisoned: Poisoned, server: list[str]
 ) -> None:
-    words, _ = CONFIG[command]
     other = poisoned.run / "other.toml"
     other.write_text(f'[model]\nname = "{poisoned.evil.named("SPEC")}"\n')
     url = f"{server[0]}/${{{VARIABLE}}}.jsonl"
     keys = ("training.dataset_path", "validation.dataset_path")
     poison(poisoned.step, {"job.extends": [str(other)], **dict.fromkeys(keys, url)})
-    code, said = poisoned.call(command, words)
+    code, said = poisoned.call("eval", ["{step}"])
     assert code == exit_codes.CONFIG
     assert not poisoned.evil.ran
     assert SECRET not in said
     assert server[1:] == []
-    file = "manifest.json" if "{step}" in words else "config.toml"
     for key in keys:
-        _names(said, file, key, f"${{{VARIABLE}}}")
-    _names(said, file, "job.extends", str(other))
+        _names(said, "manifest.json", key, f"${{{VARIABLE}}}")
+    _names(said, "manifest.json", "job.extends", str(other))
 
 
 def test_with_the_flag_a_variable_is_announced_and_read(
@@ -355,6 +340,10 @@ def test_a_hugging_face_folder_runs_no_code(poisoned: Poisoned, tmp_path: Path) 
     calls: list[tuple[str, list[str]]] = [
         ("export", [str(folder), "{out}"]),
         ("sample", [str(folder), "text", "--max-tokens=1", "--device=cpu"]),
+        (
+            "config check",
+            ["--model.name=hf", f"--model.hf_config={folder}", "--training.seq_len=64"],
+        ),
     ]
     for command, words in calls:
         code, said = poisoned.call(command, words)
@@ -365,17 +354,6 @@ def test_a_hugging_face_folder_runs_no_code(poisoned: Poisoned, tmp_path: Path) 
     assert code == exit_codes.CONFIG
     assert not poisoned.evil.ran
     assert "SecurityError" in said or "refuses it" in said
-
-
-def test_a_config_json_names_no_code(poisoned: Poisoned, tmp_path: Path) -> None:
-    from tests.support.hf import hf_folder
-
-    folder = hf_folder(tmp_path / "hf")
-    poison_hf(folder, poisoned.evil)
-    flags = ["--model.name=hf", f"--model.hf_config={folder}", "--training.seq_len=64"]
-    code, said = poisoned.call("config check", flags)
-    assert code == 0, said
-    assert not poisoned.evil.ran
 
 
 def test_tokens_with_objects_are_refused(poisoned: Poisoned, tmp_path: Path) -> None:
@@ -542,12 +520,6 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
 def test_every_record_of_a_model_and_every_text_of_a_config_says_whose_it_is() -> None:
     for file, call in _calls({"from_record"}):
         assert len(call.args) >= 2, file
-    own = {
-        "cli/aws_fsdp.py",
-    }
     for file, call in _calls({"read_text"}):
         if isinstance(call.func, ast.Name):
-            named = {keyword.arg for keyword in call.keywords}
-            assert "origin" in named or len(call.args) == 4, file
-            if "origin" in named:
-                assert file in own
+            assert len(call.args) == 4, file

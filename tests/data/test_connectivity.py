@@ -19,7 +19,6 @@ from titanlite.data.records import Columns
 from titanlite.data.text import TextReader
 from titanlite.data.text_files import TextFiles
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.models.hf import config_file
 
 pytest.importorskip("aiohttp")
 
@@ -95,20 +94,3 @@ def test_only_the_first_contact_is_short(tmp_path: Path) -> None:
     # The first request tells.
     for url in ("http://host:port/a", "http://[::1/a", "gs://bucket/a", "a/b"):
         assert contact_problem(url) is None
-
-
-def test_a_model_of_the_hub_is_taken_from_the_cache_without_a_network(
-    nowhere: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", "unused")
-
-    def cached(source: str, name: str, *, local_files_only: bool) -> str:
-        assert local_files_only
-        return f"cache/{source}/{name}"
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", cached)
-    assert config_file("me/small") == "cache/me/small/config.json"
-    monkeypatch.undo()
-    monkeypatch.setattr(constants, "ENDPOINT", nowhere)
-    with pytest.raises(FileNotFoundError, match="cannot be reached: ConnectionRefusedError"):
-        config_file("me/small-that-is-in-no-cache")

@@ -11,7 +11,7 @@ from torch import nn
 from tests.support.llamas import SCALED, tokens_of
 from titanlite.models.block_ropes import BlockRopes
 from titanlite.models.layers import Llama
-from titanlite.models.llama import AttentionKind, LlamaArgs, Rotary
+from titanlite.models.llama import LlamaArgs, Rotary
 from titanlite.models.rope import Rope
 
 
@@ -70,29 +70,6 @@ def test_each_block_rotates_by_its_own_tables_and_equal_tables_exist_once() -> N
         "rope.tables.1.sin",
     ]
     assert not model.rope.state_dict()
-
-
-def test_a_block_without_rotation_does_not_know_the_order_of_its_keys() -> None:
-    args = replace(ARGS, n_layers=1, is_still=True)
-
-    class Still(MixedArgs):
-        def of_block(self, index: int) -> Any:
-            return self
-
-    still = Still(**vars(args))
-    model = built(still)
-    assert still.rotaries() == [None]
-    tokens = tokens_of(args, batch=1)
-    shuffled = torch.cat([tokens[:, :-1].flip(1), tokens[:, -1:]], 1)
-    torch.testing.assert_close(model(shuffled)[:, -1], model(tokens)[:, -1])
-
-
-def test_a_model_of_one_kind_has_one_rope_and_one_mask() -> None:
-    plain = LlamaArgs(64, 2, 4, vocab_size=96, max_seq_len=64)
-    model = built(plain)
-    assert type(model.rope) is Rope
-    kind = AttentionKind(None, Rotary(16, 10000.0, None))
-    assert model.kinds == {"0": kind, "1": kind}
 
 
 def test_documents_in_a_row_are_as_in_rows_of_their_own() -> None:

@@ -148,13 +148,8 @@ def test_biases_and_sinks_begin_at_zero_and_have_no_decay() -> None:
 
 
 def test_windows_are_in_every_second_block() -> None:
-    model = SPEC.build(replace(ARGS, n_layers=4))
-    windows = [block.attention.inner_attention.window for block in model.layers.values()]  # type: ignore[operator,union-attr]
-    assert windows == [128, None, 128, None]
-    # 12 * heads * head_dim * keys for each block.
-    flops = SPEC.flops_per_token
-    more = flops(ARGS, 1024) - flops(ARGS, 512)
-    assert more == 12 * 4 * 8 * 512
+    args = replace(ARGS, n_layers=4)
+    assert [block.window for block in args.blocks().values()] == [128, None, 128, None]
 
 
 def test_biases_of_experts_have_no_name_in_files() -> None:

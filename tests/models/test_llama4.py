@@ -10,13 +10,10 @@ import torch
 from torch import nn
 
 from tests.models.test_families import LLAMA4, pair
-from tests.support.llamas import relative, tokens_of
+from tests.support.llamas import tokens_of
 from titanlite.models import ShapeError, get_spec
 from titanlite.models.counts import count_active_parameters
 from titanlite.models.document_attention import chunk_ids
-from titanlite.models.llama4_layers import unit_norm
-from titanlite.models.rope import rope_frequencies
-from titanlite.models.rope_scaling import RopeScaling
 
 SPEC = get_spec("llama4")
 
@@ -40,17 +37,6 @@ def test_documents_of_a_row_compute_what_each_computes_alone() -> None:
     found = ours(tokens, doc_ids=documents).split(lengths, 1)
     for part, own in zip(found, tokens.split(lengths, 1), strict=True):
         torch.testing.assert_close(part, theirs(own).logits, atol=1e-5, rtol=1e-5)
-
-
-def test_the_unit_norm_and_its_gradient() -> None:
-    x = torch.randn(5, 16, dtype=torch.float64, requires_grad=True)
-    expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
-    found = unit_norm(x.float(), 1e-5)
-    upstream = torch.randn(5, 16)
-    (of_x,) = torch.autograd.grad(expected, x, upstream.double())
-    (ours,) = torch.autograd.grad(found, x, upstream)
-    assert relative(found, expected) < 1e-6 and relative(ours, of_x) < 1e-6
-    assert unit_norm(x.bfloat16(), 1e-5).dtype == torch.bfloat16
 
 
 #: Entries of `text_config` in the published files of both, as other projects quote them. The files
@@ -155,12 +141,3 @@ def test_what_transformers_has_not_is_not_exported() -> None:
 def test_wrong_arguments_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ShapeError, match=words):
         replace(LLAMA4, **changes)
-
-
-def test_a_scaling_without_a_middle_multiplies_long_wavelengths_alone() -> None:
-    scaling = RopeScaling(factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0)
-    plain = rope_frequencies(128, 5e5, None)
-    found = rope_frequencies(128, 5e5, scaling)
-    is_long = 2 * torch.pi / plain > 8192
-    assert 0 < is_long.sum() < len(plain)
-    assert torch.equal(found, torch.where(is_long, plain / 16, plain))

@@ -79,11 +79,6 @@ def test_counts_and_flops_of_the_published_models() -> None:
         140_620_634_112,
         39_152_031_744,
     )
-    small = resolve_args("mixtral", "debugmodel", tokenizer_size=2048)
-    model = SPEC.build_on_meta(small)
-    assert sum(p.numel() for p in model.parameters()) == SPEC.count_parameters(small)
-    costs = SPEC.pipeline_costs(small, 64)  # type: ignore[misc]
-    assert sum(cost.parameters for cost in costs.values()) == SPEC.count_parameters(small)
 
 
 def test_a_head_dim_of_its_own_need_not_divide_the_width() -> None:

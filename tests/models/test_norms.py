@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.pool import Pools
 from titanlite.dist.dist_env import DistEnv
-from titanlite.models.gelu import gelu_mul
 from titanlite.models.norms import OffsetRMSNorm, WholeNorm
 
 
@@ -28,19 +27,6 @@ def test_one_plus_weight_is_computed_in_fp32() -> None:
     assert found.dtype == torch.bfloat16
     assert found.equal(exact.to(torch.bfloat16))
     assert not found.equal(rounded.to(torch.bfloat16))
-
-
-def test_a_new_norm_multiplies_by_its_scale() -> None:
-    norm = OffsetRMSNorm(16, 1e-6, scale=0.5)
-    assert norm.weight.eq(0).all()
-    x = torch.randn(4, 16)
-    torch.testing.assert_close(norm(x), 0.5 * F.rms_norm(x, (16,), None, 1e-6))
-
-
-def test_gelu_mul_has_the_gradients_of_its_formula() -> None:
-    gate, x = (torch.randn(3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    assert torch.autograd.gradcheck(gelu_mul, (gate, x))
-    torch.testing.assert_close(gelu_mul(gate, x), F.gelu(gate, approximate="tanh") * x)
 
 
 def divided(world: DistEnv, dtype: torch.dtype, compiled: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 
 from titanlite.models import SPECS, resolve_args
 from titanlite.models.experts.arguments import ExpertArgs
-from titanlite.models.experts.layer import MoE, MoEDecoder
+from titanlite.models.experts.layer import MoE
 from titanlite.models.experts.router import Routing
 from titanlite.models.spec import ShapeError
 
@@ -77,15 +77,6 @@ def test_the_load_balancing_loss_of_sigmoids_has_shares_of_a_token() -> None:
     loss = 8 * (shares * (scores / scores.sum(-1, keepdim=True)).mean(0)).sum()
     (expected,) = torch.autograd.grad(0.5 * loss, moe.gate.weight)
     torch.testing.assert_close(with_loss - without, expected, rtol=1e-3, atol=1e-5)
-
-
-def test_dense_blocks_come_first_and_count_in_no_mean() -> None:
-    args = replace(ARGS, n_layers=3, n_dense_layers=1, aux_loss=0.3)
-    model = MoEDecoder(args)
-    dense, first, second = (block.feed_forward for block in model.layers.values())
-    assert tuple(dense.w1.weight.shape) == (40, 16)
-    assert tuple(first.experts.w1.shape) == (8, 24, 16)
-    assert first.aux_weight == second.aux_weight == pytest.approx(0.15)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "llama4"])

@@ -145,17 +145,6 @@ def test_the_command_prints_the_best_settings(
     assert main([*argv, "--json"]) == exit_codes.CONFIG
 
 
-@pytest.mark.slow
-def test_a_trace_confirms_the_best_settings_for_8b_on_8_gpus() -> None:
-    from titanlite.cli.plan.memory_trace import trace
-
-    found = search(["--job.config_file=llama3_8b.toml"], replace(H100, gpus_per_node=8))
-    best = found.ranked[0]
-    measured = needed_bytes(trace(best.run))
-    assert measured <= H100.gpu.memory
-    assert best.needed == pytest.approx(measured, rel=0.1)
-
-
 def test_the_platforms_said_to_train_a_model_fit_it() -> None:
     for config, gpus, gpu in plan_tables.PLATFORMS:
         plan = plan_tables.plan(config, gpus, gpu, plan_tables.SETTINGS)

@@ -5,7 +5,6 @@ in it is broken.
 from __future__ import annotations
 
 import importlib.util
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -90,28 +89,11 @@ def test_a_broken_link_and_a_file_of_another_server_are_found(
     ]
 
 
-def blocks(html: str) -> dict[str, int]:
-    """Count list items, rows of tables, code blocks and headings."""
-    return {tag: len(re.findall(rf"<{tag}[ >]", html)) for tag in ("li", "tr", "pre", "h2", "h3")}
-
-
 @pytest.mark.slow
-def test_the_site_is_built_strictly_and_shows_what_the_pages_have(tmp_path: Path) -> None:
+def test_the_site_is_built_strictly(tmp_path: Path) -> None:
     if importlib.util.find_spec("zensical") is None:
         pytest.skip("zensical is not installed (pip install 'titanlite[docs]', Python 3.11)")
     command = [sys.executable, ROOT / "scripts" / "docs_site.py", "--out", tmp_path / "out"]
     built = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=300)
     assert built.returncode == 0, built.stdout + built.stderr
     assert "no broken link" in built.stdout
-    # markdown-it reads Markdown as file browsers do.
-    markdown_it = pytest.importorskip("markdown_it")
-    reader = markdown_it.MarkdownIt("commonmark").enable("table")
-    pages = sorted((tmp_path / "out" / "pages").rglob("*.md"))
-    assert len(pages) > 50
-    for page in pages:
-        place = tmp_path / "out" / "site" / page.relative_to(tmp_path / "out" / "pages")
-        name = "index.html" if page.name == "README.md" else f"{page.stem}.html"
-        html = place.with_name(name).read_text(encoding="utf-8")
-        shown = html.partition("<article")[2].partition("</article>")[0]
-        text = re.sub(r"\A---\n.*?\n---\n", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-        assert blocks(shown) == blocks(reader.render(text)), page.name

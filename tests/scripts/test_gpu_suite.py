@@ -4,21 +4,16 @@ what runs on one.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-import benchmarks.gpu as suite
 import benchmarks.gpu_gradients as gpu_gradients
 import benchmarks.gpu_ladder as gpu_ladder
 import benchmarks.gpu_pieces as gpu_pieces
 from benchmarks.gpu_bench import Bench
-from tests.support.processes import ROOT
 from titanlite.resolve.load import load_config
 
 ABOUT = {
@@ -31,15 +26,11 @@ ABOUT = {
     "versions": {"torch": "2.11"},
     "sources": "0123",
 }
-CLI = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path / "gpu", False, float("inf"), ABOUT)
-
-
-# Ends.
 
 
 # Settings.
@@ -107,25 +98,6 @@ def test_rows_say_all_that_figures_depend_on(measured: Bench) -> None:
     assert found.rows[1]["ratio_to_compile"] == 1
 
 
-def test_page_judges_each_target(measured: Bench) -> None:
-    assert suite.run(measured, ["ladder-8b"], results=measured.folder.parent / "published") == 0
-    text = (measured.folder.parent / "published.md").read_text()
-    assert text == (measured.folder / "gpu.md").read_text()
-    assert "- bf16 with compile: at least 50 % MFU (ladder-8b): met (52.00)" in text
-    assert "- float8: at least 1.30 x the speed of compiled bf16 (ladder-8b): met (1.31)" in text
-    # 1.6 times the default, and yet too slow.
-    assert (
-        "- float8-all-gather: at least 1.30 x the speed of compiled bf16 (ladder-8b): missed (1.23)"
-        in text
-    )
-    assert text.count("not measured") == 3
-    assert "| float8 | 17,000 | 1.70 | 1.31 |" in text
-    assert "loss in 8 pieces, 16 bytes of state per parameter" in text
-    published = json.loads((measured.folder.parent / "published.json").read_text())
-    assert [one["verdict"] for one in published["targets"]].count("not measured") == 3
-    assert published["pieces"]["ladder-8b"]["rows"][0]["tokens_per_second"] == 10000
-
-
 # Gradients.
 
 
@@ -143,27 +115,3 @@ def test_lost_and_far_gradients_are_problems() -> None:
         "float8: 40.0 % from fp32",
         "compile: inf % from fp32",
     ]
-
-
-# Pieces and exit codes.
-
-
-@pytest.mark.soak
-def test_pieces_run(tmp_path: Path) -> None:
-    pieces = ["machine", "gradients", "kahan-8b", "ladder-8b", "modes"]
-    command = ["benchmarks/gpu.sh", *pieces, "--toy", "--out", str(tmp_path / "gpu")]
-    done = subprocess.run(command, cwd=ROOT, env=CLI, capture_output=True, text=True, timeout=3000)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "gpu" / "ladder-8b.json").read_text())["rows"]
-    assert [row["what"] for row in rows] == list(gpu_ladder.LEVELS)
-    assert all(row["tokens_per_second"] > 0 and row["ratio_to_compile"] > 0 for row in rows)
-    assert [bool(row["float8_recipe"]) for row in rows] == [False, False, True, True]
-    assert rows[2]["final_loss_difference"] is not None
-    assert rows[0]["final_loss_difference"] < 0.1
-    for words in (
-        "copy within the device's memory",
-        "10 bytes of state per parameter",
-        "| off | full |",
-    ):
-        assert words in done.stdout
-    assert "results" not in done.stdout  # tiny shapes are not published

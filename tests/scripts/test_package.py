@@ -96,23 +96,6 @@ def test_the_wheel_writes_jobs(installed: Path) -> None:
     assert (installed / "titanlite" / "deploy" / "Dockerfile").is_file()
 
 
-@pytest.mark.slow
-def test_the_wheel_trains(installed: Path, tmp_path: Path) -> None:
-    tiny = [
-        "--training.steps=1",
-        "--training.seq_len=32",
-        "--model.overrides.n_layers=1",
-        "--no-validation.enable",
-    ]
-    done = from_wheel(
-        installed, "train", "debug_model.toml", *tiny, f"--job.dump_folder={tmp_path}/run"
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"config: {installed}/titanlite/" in done.stdout
-    assert "training done at step 1" in done.stdout
-    assert "titanlite" in (tmp_path / "run" / "attempts.jsonl").read_text()
-
-
 def test_what_is_installed_for_training_is_imported_somewhere_and_looked_for_in_an_active_environment() -> (  # noqa: E501
     None
 ):

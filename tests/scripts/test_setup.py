@@ -295,25 +295,6 @@ def test_the_tiers_of_the_tests(machine: Machine) -> None:
         assert "--full" not in machine.calls()[-1]
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root installs packages")
-@pytest.mark.parametrize("code", [0, 100])
-def test_only_the_ci_installs_slurm_and_does_without(machine: Machine, code: int) -> None:
-    machine.python()
-    apt = f'#!/usr/bin/env bash\necho "apt $*" >>"$CALLS"; exit {code}\n'
-    machine.executable(machine.bin / "apt-get", apt)
-    machine.run("run_tests.sh", "--full")
-    assert not any(call.startswith("apt") for call in machine.calls())
-    done = machine.run(".ci/run")
-    asked = [call.rpartition("=20 ")[2] for call in machine.calls() if call.startswith("apt")]
-    install = (
-        "install --no-install-recommends slurmctld slurmd slurm-client munge "
-        "slurm-wlm-basic-plugins"
-    )
-    assert asked == (["update"] if code else ["update", install])
-    assert ("could not be installed" in done.stdout) == bool(code)
-    assert "-m pytest" in machine.calls()[-1]
-
-
 def test_a_failing_stage_fails_the_whole_but_the_tests_still_run(machine: Machine) -> None:
     machine.python()
     machine.run("run_tests.sh")

@@ -29,13 +29,6 @@ _KEYS = (
 def add_commands(commands: Commands) -> None:
     """Add `titanlite data` to argparse."""
     actions = add_group(commands, "data", "prepare text, and look at the text of a run")
-    _add_prepare(actions)
-    help = "read a prepared folder again: the sizes, offsets and hashes of all its parts"
-    add_to_group(actions, _verify, help).add("folder", "prepared folder", "FOLDER", type=Path)
-    _add_peek(actions)
-
-
-def _add_prepare(actions: Commands) -> None:
     help = "tokenize text once, into a folder that training maps into memory"
     more = "After a crash the same command continues where it was, and the result is the same."
     add = add_to_group(actions, _prepare, help, more).add
@@ -60,9 +53,8 @@ def _add_prepare(actions: Commands) -> None:
     add("--workers", "cores to use (default: all)", "N", type=int, default=cores())
     tokens = "tokens per part, roughly; the fingerprint depends on it (default: 134,217,728)"
     add("--part-tokens", tokens, "N", type=int, default=1 << 27)
-
-
-def _add_peek(actions: Commands) -> None:
+    help = "read a prepared folder again: the sizes, offsets and hashes of all its parts"
+    add_to_group(actions, _verify, help).add("folder", "prepared folder", "FOLDER", type=Path)
     help = "print the figures of a config's text, and sequences as the model sees them"
     parser = add_to_group(actions, _peek, help, FLAGS)
     # It shows documents.

@@ -130,7 +130,10 @@ def _torch() -> _Found:
         yield ERROR, f"torch cannot be imported: {error}", "pip install -c constraints.txt torch"
         return
     cuda = torch.version.cuda
-    yield OK, f"torch {torch.__version__}, built for {_built_for()}"
+    built_for = f"CUDA {cuda}" if cuda else "the CPU"
+    if torch.version.hip is not None:
+        built_for = f"ROCm {torch.version.hip}"
+    yield OK, f"torch {torch.__version__}, built for {built_for}"
     warning = accelerator_warning()
     if warning:
         yield WARNING, warning, "train on NVIDIA GPUs or on CPUs"
@@ -151,14 +154,6 @@ def _torch() -> _Found:
             "--gpus all"
         )
         yield ERROR, "torch sees none of this machine's GPUs", fix
-
-
-def _built_for() -> str:
-    import torch
-
-    if torch.version.hip is not None:
-        return f"ROCm {torch.version.hip}"
-    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU"
 
 
 def _nccl() -> _Found:
@@ -230,13 +225,9 @@ def _network() -> _Found:
             yield ERROR if os.environ.get(variable) else WARNING, f"for several machines: {problem}"
 
 
-def _existing(name: str) -> Path:
-    folder = Path(os.path.realpath(name))
-    return next(one for one in (folder, *folder.parents) if one.is_dir())
-
-
 def _folder(name: str) -> _Found:
-    folder = _existing(name)
+    real = Path(os.path.realpath(name))
+    folder = next(one for one in (real, *real.parents) if one.is_dir())
     free = shutil.disk_usage(folder).free
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".titanlite-doctor-") as file:

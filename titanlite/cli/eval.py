@@ -76,10 +76,6 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     if arguments.file:
         raise bad_flag("CONFIG", "is for text, not for --tasks")
     no_flags(arguments.flags)
-    return _run_tasks(arguments)
-
-
-def _run_tasks(arguments: argparse.Namespace) -> tuple[str, int]:
     check_weights(to_path(arguments.checkpoint))
     names = arguments.tasks.split(",")
     from titanlite.features.tasks.harness import load_tasks

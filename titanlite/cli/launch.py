@@ -16,9 +16,8 @@ from titanlite import exit_codes
 from titanlite.cli.parser import FLAGS, Commands, add_files, files_of, new_command
 from titanlite.config.checks import broken, closed_urls
 from titanlite.config.errors import ConfigError, Problem, nearest, refuse, unfit
-from titanlite.config.run_sections import Launch
 from titanlite.launch.job import CONFIG, Job, LaunchError
-from titanlite.plan.hardware import INSTANCES, Instance
+from titanlite.plan.hardware import INSTANCES
 from titanlite.resolve.load import check_config, unnamed_tokenizer
 from titanlite.utils import REMOVED
 
@@ -73,7 +72,9 @@ def launch(name: str, argv: list[str], how: How) -> str:
     argv: flags of `train.py`.
     """
     job = prepare(argv)
-    _refuse_spares(name, job)
+    if name != "slurm" and job.launch.spare_nodes:
+        hint = "leave it out; what the system itself does with a lost machine is in docs/launch"
+        raise unfit("launch.spare_nodes", f"{name} has no such jobs, only Slurm has", hint)
     system: Any = import_module(_SYSTEMS[name])
     files: dict[str, str] = system.files(job)
     warnings = list(getattr(system, "warnings", lambda _: [])(job))
@@ -89,12 +90,6 @@ def launch(name: str, argv: list[str], how: How) -> str:
     if how == "submit":
         return str(system.submit(job))
     return f"written: {', '.join(str(job.folder / name) for name in files)}\n{system.advice(job)}"
-
-
-def _refuse_spares(name: str, job: Job) -> None:
-    if name != "slurm" and job.launch.spare_nodes:
-        hint = "leave it out; what the system itself does with a lost machine is in docs/launch"
-        raise unfit("launch.spare_nodes", f"{name} has no such jobs, only Slurm has", hint)
 
 
 def prepare(argv: list[str]) -> Job:
@@ -114,7 +109,18 @@ def prepare(argv: list[str]) -> Job:
             problems.append(Problem("does-not-fit", key, message, advice, place))
     if problems:
         raise ConfigError(problems)
-    instance = _instance(launch, loaded.place("launch.instance_type"))
+    instance = None
+    if launch.instance_type:
+        # SageMaker and HyperPod write a prefix.
+        name = launch.instance_type.removeprefix("ml.")
+        instance = INSTANCES.get(name)
+        if instance is None:
+            key = "launch.instance_type"
+            close = ", ".join(nearest(name, list(INSTANCES), 3))
+            advice = f"nearest: {close or 'none'}; or leave it out and set launch.gpus_per_node"
+            message = f"no instance type {launch.instance_type!r} is known"
+            problem = Problem("does-not-fit", key, message, advice, loaded.place(key))
+            raise ConfigError([problem])
     ranks = launch.gpus_per_node or (instance.gpus if instance else 0)
     if not ranks:
         message = "the number of GPUs of a machine is not known"
@@ -131,18 +137,6 @@ def prepare(argv: list[str]) -> Job:
     refuse(unnamed_tokenizer(loaded, run))
     folder = Path(os.path.abspath(run.job.dump_folder)) / FOLDER
     return Job(run, instance, ranks, folder)
-
-
-def _instance(launch: Launch, place: str) -> Instance | None:
-    if not launch.instance_type:
-        return None
-    name = launch.instance_type.removeprefix("ml.")  # as SageMaker and HyperPod write it
-    if name not in INSTANCES:
-        close = ", ".join(nearest(name, list(INSTANCES), 3))
-        advice = f"nearest: {close or 'none'}; or leave it out and set launch.gpus_per_node"
-        message = f"no instance type {launch.instance_type!r} is known"
-        raise ConfigError([Problem("does-not-fit", "launch.instance_type", message, advice, place)])
-    return INSTANCES[name]
 
 
 def write(job: Job, files: Mapping[str, str]) -> None:

@@ -300,7 +300,12 @@ def _tokenize(task: Task) -> list[dict[str, Any]]:
     """Write the parts that are not there yet; return all of them."""
     worker = _worker[0]
     parts: list[dict[str, Any]] = []
-    while part := _finished(worker.folder, _name(task, parts), task):
+    while True:
+        name = _name(task, parts)
+        part = _read(worker.folder / f"{name}.json")
+        is_ours = (part.get("name"), part.get("stamp")) == (name, task.stamp)
+        if not (is_ours and _is_whole(worker.folder, part)):
+            break
         parts.append(part)
         worker.count(part["tokens"])
         if part["last"]:
@@ -318,12 +323,6 @@ def _tokenize(task: Task) -> list[dict[str, Any]]:
 
 def _name(task: Task, parts: Sequence[Any]) -> str:
     return f"part-{task.number:05}-{len(parts):04}"
-
-
-def _finished(folder: Path, name: str, task: Task) -> dict[str, Any] | None:
-    part = _read(folder / f"{name}.json")
-    is_ours = (part.get("name"), part.get("stamp")) == (name, task.stamp)
-    return part if is_ours and _is_whole(folder, part) else None
 
 
 def _documents(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
 from titanlite.runs.goodput import goodput_of
-from titanlite.runs.read import Row, Run
+from titanlite.runs.read import Run
 from titanlite.runs.tables import Table
 from titanlite.utils import human_time
 
@@ -29,22 +28,25 @@ def table(runs: Sequence[Run]) -> Table:
         "duration",
         "goodput",
     )
-    return Table(columns, [_cells(run) for run in runs], left=(0, 1))
-
-
-def _cells(run: Run) -> list[str]:
-    step = number(run.step, ",")
-    return [
-        str(run.folder),
-        state_words(run),
-        step if run.steps is None else f"{step} of {run.steps:,}",
-        number(last(run, "loss"), ".4f"),
-        number(last(run, "validation_loss"), ".4f"),
-        number(last(run, "total_tps"), ",.0f"),
-        NONE if run.started is None else f"{datetime.fromtimestamp(run.started):%Y-%m-%d %H:%M}",
-        NONE if run.duration is None else human_time(run.duration),
-        number(goodput_of(run), ".1%"),
-    ]
+    rows = []
+    for run in runs:
+        step = number(run.step, ",")
+        started = NONE
+        if run.started is not None:
+            started = f"{datetime.fromtimestamp(run.started):%Y-%m-%d %H:%M}"
+        cells = [
+            str(run.folder),
+            state_words(run),
+            step if run.steps is None else f"{step} of {run.steps:,}",
+            number(last(run, "loss"), ".4f"),
+            number(last(run, "validation_loss"), ".4f"),
+            number(last(run, "total_tps"), ",.0f"),
+            started,
+            NONE if run.duration is None else human_time(run.duration),
+            number(goodput_of(run), ".1%"),
+        ]
+        rows.append(cells)
+    return Table(columns, rows, left=(0, 1))
 
 
 def state_words(run: Run) -> str:
@@ -55,11 +57,6 @@ def state_words(run: Run) -> str:
 def last(run: Run, name: str) -> float | None:
     """Return the newest value of a figure."""
     return next((row[name] for row in reversed(run.rows) if name in row), None)
-
-
-def finite(rows: Iterable[Row], name: str) -> list[float]:
-    """Return the finite values of a figure."""
-    return [row[name] for row in rows if name in row and math.isfinite(row[name])]
 
 
 def number(value: float | None, form: str) -> str:

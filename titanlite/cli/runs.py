@@ -55,7 +55,7 @@ def list_runs(folders: Iterable[Path]) -> list[Run]:
     folder.
     """
     paths = dict.fromkeys(path for folder in folders for path in find_runs(folder))
-    runs = (read_run(path, partial=True) for path in paths)
+    runs = (read_run(path) for path in paths)
     return sorted(runs, key=lambda run: (-(run.started or 0), str(run.folder)))
 
 

@@ -64,23 +64,16 @@ def block_forward(step: StepSizes) -> Pass:
     constants = step.rates.constants
     passes = constants.passes_compiled if step.compiled else constants.passes_eager
     memory = step.rates.moved(passes * step.itemsize * step.tokens * step.outputs)
-    return Pass(_products(step), _attention(step), memory, step.products.casts.forward)
-
-
-def _products(step: StepSizes) -> float:
-    seconds = step.others.seconds
+    products = step.others.seconds
     for linear in step.linears:
         size = linear.size
         peak = step.products.peaks.get(linear.names[0])
         tokens = step.tokens * step.part(linear)
         one = step.rates.product(tokens, size.in_features, size.out_features, peak)
-        seconds += len(linear.names) * one
-    return seconds
-
-
-def _attention(step: StepSizes) -> float:
+        products += len(linear.names) * one
     flops = step.attention_flops / 3 * step.pairs * step.tokens / step.mesh.tensor
-    return flops / (step.rates.peak * step.rates.gpu.attention) * step.attention_slower
+    attention = flops / (step.rates.peak * step.rates.gpu.attention) * step.attention_slower
+    return Pass(products, attention, memory, step.products.casts.forward)
 
 
 def block_backward(step: StepSizes, forward: Pass) -> Pass:

@@ -35,7 +35,7 @@ class Run(NamedTuple):
     #: As of `Moment`.
     phase: str
     module: str
-    #: Part → bytes that exist only now; below zero, that end with it.
+    #: Part → bytes that exist only now.
     work: Mapping[str, int]
     #: Part → bytes that the module keeps between forward and backward.
     kept: Mapping[str, int] = {}
@@ -52,7 +52,12 @@ def replay(rank: int, events: Iterable[Event]) -> RankMemory:
     alive: dict[tuple[str, Hashable], list[Alloc]] = {}
     for event in events:
         if isinstance(event, Run):
-            moments.append(_moment(event, now[False]))
+            parts: dict[str, int] = {}
+            for part in PARTS:
+                others = now[False][part] + event.work.get(part, 0)
+                if size := others + event.kept.get(part, 0):
+                    parts[part] = size
+            moments.append(Moment(event.phase, event.module, parts))
         elif isinstance(event, Alloc):
             alive.setdefault((event.part, event.owner), []).append(event)
             sizes = now[event.on_host]
@@ -63,14 +68,3 @@ def replay(rank: int, events: Iterable[Event]) -> RankMemory:
             ended = alive[event.part, event.owner].pop()
             now[ended.on_host][ended.part] -= ended.size
     return RankMemory(rank, tuple(moments), host)
-
-
-def _moment(event: Run, sizes: Counter[str]) -> Moment:
-    parts: dict[str, int] = {}
-    for part in PARTS:
-        # The first half of a head's backward frees more than it makes, of another part.
-        others = max(sizes[part] + event.work.get(part, 0), 0)
-        size = others + event.kept.get(part, 0)
-        if size:
-            parts[part] = size
-    return Moment(event.phase, event.module, parts)

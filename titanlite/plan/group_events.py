@@ -103,18 +103,16 @@ class GroupEvents:
     def _whole(self, weights: Sequence[Weight], copied: bool = False) -> int:
         """Return the bytes of gathered weights. copied: by those a copy puts in order."""
         found = 0
+        takes_masters = self.sizes.shards_nothing and not self.sizes.offloads
         for weight in weights:
             if copied and not weight.copied:
                 continue
-            if self._takes_masters(weight) and not weight.gathered_bytes:
+            # Products take this rank's part as it is.
+            has_dtype = self.sizes.held(weight) == self.sizes.low
+            if takes_masters and has_dtype and not weight.gathered_bytes:
                 continue
             found += weight.padded * (weight.gathered_bytes or self.sizes.low)
         return found
-
-    def _takes_masters(self, weight: Weight) -> bool:
-        """Whether products take this rank's part of a weight as it is."""
-        has_dtype = self.sizes.held(weight) == self.sizes.low
-        return self.sizes.shards_nothing and has_dtype and not self.sizes.offloads
 
     # Gradients
 

@@ -97,11 +97,26 @@ def measure(module: OpList, mode: str = "none") -> ModuleMemory:
         forward = replay.forward(replay.saved, replay.inputs)
         backward = replay.backward(replay.saved).above(kept)
     else:
-        cached = _by_policy(ops) if mode == "op" else set()
+        cached: set[str] = set()
+        if mode == "op":
+            # `OpPolicy` keeps the tensors of attention and of every second product.
+            cached.update([op.name for op in ops if op.kind == "matmul"][::2])
+            for op in ops:
+                if op.kind in ("attention", "other"):
+                    cached.add(op.name)
+                if op.kind == "attention" and op.keeps:
+                    cached.add(op.extra)
         stays = {*replay.inputs[:1], *cached}
         kept = replay.bytes_of(stays)
         forward = replay.forward(stays, replay.inputs)
-        backward = _recomputing_backward(replay, stays, cached)
+        # The backward repeats the forward to the last operator that saves something, and runs that
+        # one only if it saves more than its inputs.
+        last = max(index for index, op in enumerate(ops) if op.saved)
+        runs = last + (ops[last].name in ops[last].saves or ops[last].keeps > 0)
+        saved = replay.saved | (cached & {op.name for op in ops[last:]})
+        again = replay.forward(saved, stays, cached, ops[: last + 1], runs)
+        repeated = Peak(again + ops[-1].size - kept)
+        backward = repeated.or_higher(replay.backward(saved, kept))
     return ModuleMemory(
         kept,
         Peak(forward).above(kept),
@@ -109,32 +124,6 @@ def measure(module: OpList, mode: str = "none") -> ModuleMemory:
         weights=sum(op.weight for op in ops),
         out=ops[-1].size,
     )
-
-
-def _by_policy(ops: Sequence[Op]) -> set[str]:
-    """Return the tensors `OpPolicy` keeps: attention's and every second product's."""
-    products = [op.name for op in ops if op.kind == "matmul"]
-    chosen = set(products[::2])
-    for op in ops:
-        if op.kind in ("attention", "other"):
-            chosen.add(op.name)
-        if op.kind == "attention" and op.keeps:
-            chosen.add(op.extra)
-    return chosen
-
-
-def _recomputing_backward(replay: _Replay, stays: set[str], cached: set[str]) -> Peak:
-    """Return the peak of a backward that repeats the forward, above what stays."""
-    ops = replay.ops
-    kept = replay.bytes_of(stays)
-    # It goes to the last operator that saves something, and runs that one only if it saves more
-    # than its inputs.
-    last = max(index for index, op in enumerate(ops) if op.saved)
-    runs = last + (ops[last].name in ops[last].saves or ops[last].keeps > 0)
-    saved = replay.saved | (cached & {op.name for op in ops[last:]})
-    again = replay.forward(saved, stays, cached, ops[: last + 1], runs)
-    gradient = ops[-1].size
-    return Peak(again + gradient - kept).or_higher(replay.backward(saved, kept))
 
 
 class _Replay:

@@ -45,28 +45,22 @@ def step_bytes(
         # the denominator.
         return 5 * largest
     if settings.name == "Muon":
-        return max(
-            [_muon_bytes(weight, n) for weight, n in Counter(weights).items() if weight.matrix]
-            + [4 * largest]
-        )
+        most = 4 * largest
+        for weight, count in Counter(weights).items():
+            if not weight.matrix:
+                continue
+            # As many weights of a shape at once as ranks share them.
+            together = min(count, weight.shards)
+            local = together * weight.part
+            # The directions in float32, their stack and its copy in bfloat16; then whole matrices
+            # on this rank.
+            gather = (4 + 4 + 2) * local
+            on_rank = -(-together // weight.shards)
+            each = 4 * 2 * weight.numbers + 4 * min(weight.matrix) ** 2
+            most = max(most, gather, (4 + 2) * local + on_rank * each)
+        return most
     if is_dotted(settings.name):
         return 0
     how = settings.implementation or ("fused" if device == "cuda" else "foreach")
     # The roots of all variances at once, or of one weight.
     return {"fused": 0, "foreach": master * sum(sizes)}.get(how, 2 * largest)
-
-
-def _muon_bytes(weight: Weight, count: int) -> int:
-    """Return the temporary bytes of one shape, as many weights at once as ranks share them."""
-    together = min(count, weight.shards)
-    local = together * weight.part
-    # The directions in float32, their stack and its copy in bfloat16; then one whole matrix on this
-    # rank.
-    gather = (4 + 4 + 2) * local
-    rows, columns = weight.matrix or (1, 1)
-    whole = (
-        4 * local
-        + 2 * local
-        + -(-together // weight.shards) * (4 * 2 * weight.numbers + 4 * min(rows, columns) ** 2)
-    )
-    return max(gather, whole)

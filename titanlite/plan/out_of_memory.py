@@ -28,7 +28,12 @@ def memory_report(run: RunConfig, error: BaseException, where: str, rank: int, d
     """
     cause = memory_error_of(error) or error
     when = "before the first step" if where == "start" else f"in {where}"
-    lines = [f"out of memory of the {_place_of(cause)}, {when}: {error}"]
+    text = str(cause)
+    is_gpu = type(cause).__name__ == "OutOfMemoryError" or re.search("CUD|CUBLAS", text)
+    place = "GPU" if is_gpu else "host"
+    if "CUDA error: out of memory" in text:
+        place = "GPU or pinned host memory"
+    lines = [f"out of memory of the {place}, {when}: {error}"]
     if cause is not error:
         lines.append(f"caused by {type(cause).__name__}: {cause}")
     try:
@@ -49,11 +54,3 @@ def memory_report(run: RunConfig, error: BaseException, where: str, rank: int, d
         lines.append(f"The plan is one of training steps, not of the phase {phase}: {keys}")
     lines.append(f"The traceback is in {run.job.dump_folder}/logs/rank_{rank}.log")
     return "\n".join(lines)
-
-
-def _place_of(cause: BaseException) -> str:
-    text = str(cause)
-    if "CUDA error: out of memory" in text:
-        return "GPU or pinned host memory"
-    is_gpu = type(cause).__name__ == "OutOfMemoryError" or re.search("CUD|CUBLAS", text)
-    return "GPU" if is_gpu else "host"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -150,21 +150,7 @@ def make_plan(
     if trace and rank is None:
         with suppress(NoFormula):
             rank = estimate(run).rank
-    legs = tuple(_legs(run, cluster, rank, trace))
-    memory = max((leg.memory for leg in legs), key=lambda memory: memory.peak.total)
-    speed = legs[0].speed
-    largest = max((leg.run for leg in legs), key=lambda run: run.batch.tokens_per_step)
-    host = host_memory(largest, cluster, memory)
-    checkpoint = checkpoint_bytes(run) if run.checkpoint.enable_checkpoint else None
-    return Plan(run, cluster, memory, trace is not None, speed, host, checkpoint, legs)
-
-
-def _legs(
-    run: RunConfig,
-    cluster: Cluster,
-    rank: int | None,
-    trace: Callable[[RunConfig, int], RankMemory] | None,
-) -> Iterator[Leg]:
+    legs: list[Leg] = []
     firsts = list(run.legs)
     ends = [first - 1 for first in firsts[1:]]
     for first, end in zip(firsts, [*ends, run.steps], strict=True):
@@ -173,7 +159,13 @@ def _legs(
             steps = max(min(end, run.steps) - first + 1, 0)
         steady = run.steady_at(first)
         memory = trace(steady, rank or 0) if trace else formula(steady, rank)
-        yield Leg(steady, first, steps, memory, predict(steady, cluster))
+        legs.append(Leg(steady, first, steps, memory, predict(steady, cluster)))
+    memory = max((leg.memory for leg in legs), key=lambda memory: memory.peak.total)
+    speed = legs[0].speed
+    largest = max((leg.run for leg in legs), key=lambda run: run.batch.tokens_per_step)
+    host = host_memory(largest, cluster, memory)
+    checkpoint = checkpoint_bytes(run) if run.checkpoint.enable_checkpoint else None
+    return Plan(run, cluster, memory, trace is not None, speed, host, checkpoint, tuple(legs))
 
 
 def formula(run: RunConfig, rank: int | None = None) -> RankMemory:

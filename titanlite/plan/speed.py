@@ -76,7 +76,12 @@ def predict(run: RunConfig, cluster: Cluster, constants: Constants = CONSTANTS) 
     mfu = rate * flops / cluster.gpu.bf16
     is_h200 = cluster.gpu.key.startswith("h200") and not step.products.is_below_bf16
     least, most = UNSEEN_H200 if is_h200 else UNSEEN
-    return Speed(rate, rate * least, rate * most, mfu, seconds, parts, _assumptions(step))
+    links = f"links {cluster.gpu.link / 1e9:.0f} GB/s"
+    if cluster.nodes > 1:
+        links += f", network {cluster.network * 8 / 1e9:.0f} Gbit/s for each machine"
+    peak = f"{cluster.gpu.key}: peak {cluster.gpu.bf16 / 1e12:.0f} TFLOPS in bf16, {links}"
+    assumptions = (peak, *step.products.assumptions)
+    return Speed(rate, rate * least, rate * most, mfu, seconds, parts, assumptions)
 
 
 def _parts(step: StepSizes) -> dict[str, float]:
@@ -103,13 +108,3 @@ def _parts(step: StepSizes) -> dict[str, float]:
     parts["pipeline bubble"] = idle / step.micro_batches
     parts["optimizer"] = update(step)
     return parts
-
-
-def _assumptions(step: StepSizes) -> tuple[str, ...]:
-    cluster = step.rates.cluster
-    gpu = cluster.gpu
-    links = f"links {gpu.link / 1e9:.0f} GB/s"
-    if cluster.nodes > 1:
-        links += f", network {cluster.network * 8 / 1e9:.0f} Gbit/s for each machine"
-    peak = f"{gpu.key}: peak {gpu.bf16 / 1e12:.0f} TFLOPS in bf16, {links}"
-    return (peak, *step.products.assumptions)

@@ -158,9 +158,6 @@ class StepEvents:
 
     def _run(self, phase: str, module: str, work: int, communication: int) -> Run:
         """Return the event of a module whose kept tensors begin or end. work: bytes beside them."""
-        sizes = {_part_of(module): work, "communication": communication}
+        part = "logits and loss" if module == "output" else "working memory"
+        sizes = {part: work, "communication": communication}
         return Run(phase, module, sizes, self.activations.parts(module))
-
-
-def _part_of(module: str) -> str:
-    return "logits and loss" if module == "output" else "working memory"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -139,24 +139,19 @@ def module_weights(module: str, sizes: RankSizes) -> list[Weight]:
         return [Weight(args.n_vocab // mesh.tensor, args.dim, mesh.weight_shards)]
     if module == "norm":
         return [Weight(args.dim, 1, mesh.weight_shards)]
-    return list(_block_weights(module, sizes))
-
-
-def _block_weights(block: str, sizes: RankSizes) -> Iterator[Weight]:
-    shape = sizes.shape_of(block)
+    shape = sizes.shape_of(module)
     args = shape.args
-    mesh = sizes.run.mesh
     shards = mesh.weight_shards
     matrices = {}
     for name, whole in {**args.attention_linears(), **args.feed_forward_linears()}.items():
-        size = whole if mesh.tensor == 1 else sizes.linears.on_rank(f"{block}.{name}")
+        size = whole if mesh.tensor == 1 else sizes.linears.on_rank(f"{module}.{name}")
         matrices[name] = (size.out_features, size.in_features)
-    yield from shape.feed_forward.weights(mesh)
+    found = list(shape.feed_forward.weights(mesh))
     for name, (rows, columns) in matrices.items():
-        yield Weight(rows, columns, shards, (rows, columns), shape.products.gathered_bytes(name))
-    for length in args.block_norms().values():
-        yield Weight(length, 1, shards)
+        gathered = shape.products.gathered_bytes(name)
+        found.append(Weight(rows, columns, shards, (rows, columns), gathered))
+    found += [Weight(length, 1, shards) for length in args.block_norms().values()]
     # A norm over all heads is divided as they are.
     divided = mesh.tensor if args.qk_norm_whole else 1
-    for length in args.attention_extras().values():
-        yield Weight(length // divided, 1, shards)
+    found += [Weight(n // divided, 1, shards) for n in args.attention_extras().values()]
+    return found

@@ -12,15 +12,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from titanlite import exit_codes
 from titanlite.runs import ATTEMPTS
 from titanlite.runs.attempts import Attempt, read_attempts
-from titanlite.runs.config_changes import config_values
 from titanlite.runs.jsonl import FILE as METRICS
 from titanlite.runs.lines import read_metrics
-from titanlite.runs.link_checks import read_own
 from titanlite.runs.lock import FILE as LOCK
 from titanlite.runs.lock import (
     LEASE_SECONDS,
@@ -29,7 +26,6 @@ from titanlite.runs.lock import (
     process_is_alive,
     read_lock,
 )
-from titanlite.runs.record import CONFIG
 
 #: Levels of folders that `find_runs` searches.
 DEPTH = 4
@@ -74,8 +70,6 @@ class Run:
     folder: Path
     attempts: tuple[Attempt, ...] = ()
     rows: tuple[Row, ...] = ()
-    #: The resolved config by `section.key`; None where the folder has none.
-    config: Mapping[str, Any] | None = None
     #: The last renewal of the run's lock, in seconds since 1970; None for a run that is not alive.
     alive: float | None = None
     #: Errors in parts that could not be read.
@@ -161,11 +155,10 @@ class Run:
         return [row["time"] for row in self.rows if "time" in row]
 
 
-def read_run(folder: Path, *, partial: bool = False) -> Run:
-    """Read the run in a folder.
+def read_run(folder: Path) -> Run:
+    """Read the run in a folder. Raises RunError for what is no run.
 
-    Damaged lines and figures are named in `problems`. Raises RunError for what is no run, and for a
-    config that cannot be read, which with `partial` goes into `problems`.
+    Damaged lines and figures are named in `problems`.
     """
     folder = Path(folder)
     problems: list[str] = []
@@ -178,16 +171,7 @@ def read_run(folder: Path, *, partial: bool = False) -> Run:
     rows: tuple[Row, ...] = ()
     with suppress(FileNotFoundError):
         rows = _rows(folder / METRICS, problems)
-    config = None
-    try:
-        config = _config(folder / CONFIG)
-    except FileNotFoundError:
-        pass
-    except (RunError, OSError) as error:
-        if not partial:
-            raise
-        problems.append(str(error))
-    return Run(folder, attempts, rows, config, last_sign_of_life(folder), tuple(problems))
+    return Run(folder, attempts, rows, last_sign_of_life(folder), tuple(problems))
 
 
 def last_sign_of_life(folder: Path) -> float | None:
@@ -281,12 +265,3 @@ def _rows(path: Path, problems: list[str]) -> tuple[Row, ...]:
             tokens = row["tokens_seen"]
         rows.append(row)
     return tuple(rows)
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        return config_values(read_own(path).decode())
-    except ValueError as error:
-        raise RunError(
-            f"{path}: not TOML ({error}); mend it, or rename it to read the run without it"
-        ) from None

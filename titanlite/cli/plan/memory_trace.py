@@ -109,12 +109,27 @@ def _made(fake: FakeTensorMode, builder: ModelBuilder) -> nn.Module:
 def _measure_step(run: RunConfig, parts: ModelParts) -> MemoryMeter:
     optimizer, step = build_step(run, parts)
     blocks = run.spec.block_names(parts.args)
-    rows = _rows_to_each(run, parts.args)
+    # Rows that an MoE layer sends to each of the ranks that share its experts, which are taken as
+    # balanced: the host reads no other integers. Tensor-parallel ranks divide the sequence.
+    ranks = run.mesh.expert
+    tokens = run.tokens_at_once // run.mesh.tensor
+    rows, rest = divmod(tokens * getattr(parts.args, "top_k", 1), ranks)
+    if rest:
+        message = f"a trace cannot divide the rows of {tokens} tokens evenly over {ranks} ranks"
+        raise unfit("parallelism.expert_parallel_degree", message, _BY_FORMULA)
+    rows = rows if ranks > 1 else 1
     meter = MemoryMeter(parts.model, optimizer, blocks, run.spec.head, integer=rows)
     step.phase = meter.phase
     with meter:
+        trained = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
         # They live as long as the step.
-        averages = _first_update(run, parts.model, optimizer)
+        averages = []
+        if run.features.ema is not None:
+            averages = [torch.zeros_like(one, dtype=torch.float32) for one in trained]
         for average in averages:
             meter.track(average, "optimizer")
         step.after_update()
@@ -122,35 +137,6 @@ def _measure_step(run: RunConfig, parts: ModelParts) -> MemoryMeter:
         meter.restart()
         step(batches, 2, 1e-3)
     return meter
-
-
-def _rows_to_each(run: RunConfig, args: Any) -> int:
-    """Return the rows that an MoE layer sends to each of the ranks that share its experts.
-
-    The host reads no other integers. Experts are taken as balanced. Raises ConfigError if the rows
-    do not divide.
-    """
-    ranks = run.mesh.expert
-    # Tensor-parallel ranks divide the sequence.
-    tokens = run.tokens_at_once // run.mesh.tensor
-    rows, rest = divmod(tokens * getattr(args, "top_k", 1), ranks)
-    if rest:
-        message = f"a trace cannot divide the rows of {tokens} tokens evenly over {ranks} ranks"
-        raise unfit("parallelism.expert_parallel_degree", message, _BY_FORMULA)
-    return rows if ranks > 1 else 1
-
-
-def _first_update(
-    run: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> list[torch.Tensor]:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trained:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    if run.features.ema is None:
-        return []
-    return [torch.zeros_like(parameter, dtype=torch.float32) for parameter in trained]
 
 
 def _traced(run: RunConfig, device: str) -> RunConfig:

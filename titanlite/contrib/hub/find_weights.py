@@ -71,5 +71,5 @@ def find_weights(source: AnyPath) -> Weights:
                 raise LinkError(file)
         run = Run(path.resolve().parent.parent)
         with suppress(RunError):
-            run = read_run(run.folder, partial=True)
+            run = read_run(run.folder)
     return Weights(path, None if is_export else read_manifest(path), run)

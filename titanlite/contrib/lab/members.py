@@ -197,7 +197,7 @@ def result_of(member: Member, folder: Path, exit_code: int | None = None) -> Mem
     """Return how a run stands. folder: the one above it. exit_code: of a start just now."""
     run = Run(folder / member.name)
     with suppress(RunError):
-        run = read_run(run.folder, partial=True)
+        run = read_run(run.folder)
     losses = [row["loss"] for row in run.training]
     validations = [row["validation_loss"] for row in run.validations]
     tail = validations[-1:] or losses[-max(round(len(losses) * _TAIL), 1) :]

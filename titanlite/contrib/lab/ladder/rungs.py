@@ -152,18 +152,7 @@ def _of_model(target: Target, shape: Shape, seed: int) -> Iterator[Rung]:
     for place in reversed(range(len(horizons))):
         is_trunk = place == len(horizons) - 1
         end = steps[place]
-        flags = (
-            *common,
-            f"--training.steps={end}",
-            f"--lr_scheduler.total_steps={end}",
-            f"--lr_scheduler.decay_steps={falls[place]}",
-            f"--validation.freq={end}",
-            f"--checkpoint.start={'resume-or-fresh' if is_trunk else 'from'}",
-            f"--checkpoint.interval={max(end // _SAVES, 1) if is_trunk else end}",
-            f"--checkpoint.milestones={quote(begins[:-1] if is_trunk else [])}",
-        )
-        if not is_trunk:
-            flags += ("--checkpoint.initial_load_model_only=false",)
+        flags = _length_flags(end, falls[place], begins[:-1] if is_trunk else None)
         yield Rung(
             name=names[place],
             shape=shape,
@@ -172,7 +161,7 @@ def _of_model(target: Target, shape: Shape, seed: int) -> Iterator[Rung]:
             tokens=end * tokens_per_step,
             sequences=sequences,
             rate=rate_of(target, shape),
-            flags=flags,
+            flags=(*common, *flags),
             trunk=None if is_trunk else names[-1],
             begins=0 if is_trunk else begins[place],
         )
@@ -214,3 +203,27 @@ def _model_flags(target: Target, shape: Shape) -> tuple[str, ...]:
         f"--optimizer.lr={rate}",
         f"--lr_scheduler.decay_type={decay}",
     )
+
+
+def _length_flags(steps: int, fall: int, milestones: list[int] | None) -> list[str]:
+    """milestones: of a trunk; None: it is a branch."""
+    flags = [
+        f"--training.steps={steps}",
+        f"--lr_scheduler.total_steps={steps}",
+        f"--lr_scheduler.decay_steps={fall}",
+        f"--validation.freq={steps}",
+    ]
+    if milestones is None:
+        return [
+            *flags,
+            "--checkpoint.start=from",
+            f"--checkpoint.interval={steps}",
+            "--checkpoint.milestones=[]",
+            "--checkpoint.initial_load_model_only=false",
+        ]
+    return [
+        *flags,
+        "--checkpoint.start=resume-or-fresh",
+        f"--checkpoint.interval={max(steps // _SAVES, 1)}",
+        f"--checkpoint.milestones={quote(milestones)}",
+    ]
