@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from titanlite.cli.run_figures import NONE, finite, number, to_json
+from titanlite.cli.run_figures import NONE, number, to_json
 from titanlite.config.errors import ConfigError, refuse
 from titanlite.config.load import read
 from titanlite.config.toml import quote
@@ -52,6 +52,11 @@ COMMON = (
     "--metrics.enable_tensorboard=false",
     "--metrics.trackers=[]",
 )
+
+
+def finite(rows: Iterable[Row], name: str) -> list[float]:
+    """Return the finite values of a figure."""
+    return [row[name] for row in rows if name in row and math.isfinite(row[name])]
 
 
 def main(words: Sequence[str]) -> int:

@@ -75,8 +75,6 @@ def test_every_kind_of_request_equals_the_harness_own_backend(
         assert numbers and {key: ours[name][key] for key in numbers} == pytest.approx(
             numbers, rel=1e-5
         ), name
-    assert main([*words, "--limit=1"]) == 0
-    assert "tiny_choice" in capsys.readouterr().out
     assert main(["eval", str(folder), "--tasks=no_such_task"]) == exit_codes.CONFIG
     assert "the harness has no task 'no_such_task'" in capsys.readouterr().err
 

@@ -340,6 +340,7 @@ def test_attention_outside_the_window_costs_nothing() -> None:
             "rope_type of sliding_attention is 'yarn'; here RoPE is scaled in layers",
         ),
         ("olmo3", {"rope_parameters": {"rope_theta": 1e4}}, "needs a table 'full_attention'"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; the models"),
         ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be positive, got 0"),
     ],
 )

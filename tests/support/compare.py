@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-from tests.support.harness import Run, alone, batches, initial_weights, train, train_afresh
+from tests.support.harness import (
+    Run,
+    alone,
+    batches,
+    changed,
+    initial_weights,
+    train,
+    train_afresh,
+)
 from tests.support.pool import Pools
 from tests.support.reference import Curve, in_memory, train_reference
 from titanlite.models import get_spec
@@ -47,7 +55,10 @@ class References:
         batch = (tokens.numpy().tobytes(), labels.numpy().tobytes())
         key = (run.args, run.seed, run.optimizer, tuple(run.rates), run.max_norm, batch)
         if key not in self._curves:
-            start = self._pool(1).run(initial_weights, run.alone())[0]
+            # One rank cannot keep weights over two.
+            training = changed(run.training, reshard_after_forward="never")
+            plain = replace(run.alone(), training=training)
+            start = self._pool(1).run(initial_weights, plain)[0]
             self._curves[key] = train_reference(
                 get_spec(run.family).hf_config(run.args),
                 get_spec(run.family).to_hf(start, run.args),
