@@ -19,6 +19,7 @@ from tests.support.local_saves import part_of, parts_of, refused, same_end, stra
 from tests.support.pool import Pools
 from titanlite.checkpoint.dcp_files import HashingWriter
 from titanlite.checkpoint.manager import Checkpointer
+from titanlite.contrib.resilience import manager
 from titanlite.contrib.resilience.folder import Past, write_past
 from titanlite.contrib.resilience.manager import LocalSchedule, TieredCheckpointer
 from titanlite.dist.dist_env import DistEnv
@@ -149,7 +150,10 @@ def _train_with_a_slow_store(world: DistEnv, run: Run, folder: Path) -> dict[str
     return {**found, "beside": beside}
 
 
-def test_a_save_is_proven_by_a_good_step_since_the_latest_one(tmp_path: Path) -> None:
+def test_a_save_is_proven_by_a_good_step_since_the_latest_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "train_state", lambda trainer: {})
     world = DistEnv(0, 0, 1, torch.device("cpu"))
     schedule = LocalSchedule(options(tmp_path, local_interval=1), world)
     saver = create_autospec(TieredCheckpointer, instance=True)
