@@ -103,6 +103,18 @@ def test_messages_in_troubleshooting_are_in_the_code() -> None:
     assert not unknown
 
 
+def test_modules_that_a_room_names_are_there() -> None:
+    """The first lines of a folder's `__init__.py` say what is inside."""
+    rooms = [path.parent for path in (ROOT / "titanlite").glob("*/__init__.py")]
+    named = 0
+    for room in rooms:
+        text = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
+        for name in set(re.findall(r"`([a-z_0-9]+)/?`", text)) - {"titanlite"}:
+            assert (room / f"{name}.py").exists() or (room / name).is_dir(), f"{room.name}: {name}"
+            named += 1
+    assert named > 50
+
+
 def test_files_and_names_in_architecture_are_there() -> None:
     page = (DOCS / "architecture.md").read_text()
     folders = (

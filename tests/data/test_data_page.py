@@ -1,5 +1,5 @@
-"""The TOML files of docs/data.md lead to text: each is read in a folder with the files that it
-names.
+"""The TOML files of the pages about data lead to text: each is read in a folder with the files that
+it names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.shards import LINES, TEXTS, write_c4
 from tests.support.texts import LLAMA3
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
 
-PAGE = ROOT / "docs/data.md"
+PAGES = ROOT / "docs/data.md", ROOT / "docs/token-files.md"
 PEEK = """
 import sys
 from titanlite.cli.main import main
@@ -57,7 +57,8 @@ def test_each_example_is_read(tmp_path: Path) -> None:
     write_c4(tmp_path, 2)
     (tmp_path / "datasets/HuggingFaceFW/fineweb-edu").mkdir(parents=True)
     (tmp_path / "datasets/HuggingFaceFW/fineweb-edu/a.jsonl").write_bytes(LINES)
-    blocks = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    pages = "".join(page.read_text() for page in PAGES)
+    blocks = re.findall(r"```toml\n(.*?)```", pages, re.DOTALL)
     mixture = next(block for block in blocks if block.startswith("[[data.source]]"))
     flags = []
     with HubServer(tmp_path) as hub:

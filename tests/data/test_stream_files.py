@@ -96,9 +96,13 @@ def test_a_server_that_refuses_stalls_or_starts_again(
     server.fail("*/a.jsonl.gz", stall=60)
     for method in ("HEAD", "GET"):
         server.fail("*/a.jsonl.gz", method=method, status=503)
-    down = server.refused()
-    down.__enter__()
-    threading.Timer(0.3, down.__exit__, (None, None, None)).start()
+
+    def come_back() -> None:
+        server.closing.clear()
+        server.__enter__()
+
+    server.__exit__()
+    threading.Timer(0.3, come_back).start()
     assert list(read(f"{server.url}/files/a.jsonl.gz")) == TEXTS
     assert not any(fault.times for fault in server.faults)
 

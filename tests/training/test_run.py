@@ -184,6 +184,25 @@ def test_a_run_in_epochs_that_is_built_by_hand_has_its_length(pool: Pools, tmp_p
 
 
 @pytest.mark.slow
+def test_epochs_end_where_the_text_ends(pool: Pools, tmp_path: Path) -> None:
+    """On 1 and 2 ranks: the same steps and losses, those of the padded last batch too."""
+    text = tmp_path / "text.jsonl"
+    verses = [f"Verse {n}: in the beginning was the word, {n * n}." for n in range(40)]
+    text.write_text("".join(json.dumps({"text": verse}) + "\n" for verse in verses))
+    flags = [
+        "--training.epochs=2",
+        f"--training.dataset_path={text}",
+        "--no-checkpoint.enable_checkpoint",
+    ]
+    one, two = (pool(n).run(train_run, str(tmp_path / str(n)), *flags)[0] for n in (1, 2))
+    assert one["step"] == two["step"] > 3
+    for step, (loss, norm, _) in losses_of(one["rows"]).items():
+        other = losses_of(two["rows"])[step]
+        assert abs(loss - other[0]) < 5e-6
+        assert abs(norm - other[1]) < 1e-4 * norm
+
+
+@pytest.mark.slow
 def test_earlier_metrics_are_kept_not_mixed(pool: Pools, golden: GoldenRun, tmp_path: Path) -> None:
     golden.copy(tmp_path)
     fresh = pool(1).run(

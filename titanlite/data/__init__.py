@@ -1,11 +1,12 @@
-"""Text in, batches out: files, tokenizers, the global order of sequences, loaders.
+"""Text in, batches out.
 
-tokenizer = load_tokenizer()                                          # tokenizer/
-dataset = build_dataset(training, data, tokenizer, vocab_size)        # text_files, corpus,
-token_cache, packing
-loader = Prefetcher(TrainLoader(dataset, global_batch_size=16, micro_batch_size=8))  # loader,
-prefetch
-batches = loader.next_step()
+- `text` turns the keys about text into sequences: whole (`text_files` → `tokenize_files` →
+  `sequences`), as a stream (`stream_files` → `stream`), or as token files (`token_files`).
+- `rows` is their interface; `sequences` says what sequence i is; `mixtures/` mixes several sources.
+- `loader` cuts this rank's batches from the global order, `prefetch` prepares them ahead.
+- `tokenizer/` has the tokenizers, `chat` the conversations, `foreign/` tokens of other programs.
+- `phases` and `step_sizes` tell what changes in the course of a run; `state` checks what a
+  checkpoint holds of all this.
 """
 
 from __future__ import annotations

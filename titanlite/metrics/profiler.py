@@ -99,6 +99,8 @@ class Profiler(Callback):
                 missing_ok=True
             )  # of the same step before a resume: it would pass for the new one
             dump(str(path))
+            if not path.is_file():  # torch only prints that it could not write one
+                raise OSError("torch wrote no file; its reason stands above")
         except (OSError, RuntimeError) as error:
             logger.warning(f"step {self._step}: {path} could not be written: {error}")
         else:

@@ -1,5 +1,8 @@
-"""Divide one training run over ranks and over memory: meshes, FSDP, TP, CP, PP, checkpointing,
-compilation.
+"""One training run divided over ranks and over memory. Nothing here knows a TOML key.
+
+`parallelize` is the recipe. Its steps: `tensor` (tensor and sequence parallelism),
+`activation_checkpoint` and `offload_blocks`, `compile`, `fsdp` with `fsdp_groups`, `init` (weights
+that do not depend on the mesh). `divided_loss` is the loss over logits that ranks divide.
 """
 
 from __future__ import annotations

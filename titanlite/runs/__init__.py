@@ -1,4 +1,9 @@
-"""The folder of a run: its record, its lock, its logs, and reading them. No torch here."""
+"""The folder of a run. No torch here.
+
+`record` writes a line for each attempt and `attempts` reads them; `lock` keeps a second run out;
+`jsonl` writes metrics, `lines` reads them; `logs` has a file for each rank; `provenance` says where
+a run comes from; `read` is what commands see of it all.
+"""
 
 #: A line for each start of a run and for each end, see `titanlite.runs.record`.
 ATTEMPTS = "attempts.jsonl"

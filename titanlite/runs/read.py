@@ -158,7 +158,7 @@ class Run:
 def read_run(folder: Path) -> Run:
     """Read the run in a folder. Raises RunError for what is no run.
 
-    Damaged lines and figures are named in `problems`.
+    Damaged lines are named in `problems`.
     """
     folder = Path(folder)
     problems: list[str] = []
