@@ -249,7 +249,7 @@ class Launch(Section, frozen=True):
     token_secret: str = ""
     """Kubernetes: secret whose key `token` is the token of Hugging Face's hub."""
     preflight: bool = True
-    """Compare and try the ranks before the first step: versions, code, config, devices, network,
+    """Compare and try the ranks before the first step: versions, code, config, dataset, devices,
     shared folder.
     """
 
