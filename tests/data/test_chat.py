@@ -182,6 +182,26 @@ def test_errors_name_file_and_record(
         rows(path, folder, messages_key="chat", chat_template=str(template))
 
 
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ messages.__class__.__mro__ }}", "UndefinedError|SecurityError"),
+        ("{% set f = '{0.__class__.__mro__}'|attr('format') %}{{ f(1) }}", "SecurityError"),
+        ("{{ raise_exception.__globals__['json'] }}", "UndefinedError|SecurityError"),
+        ("{{ messages.append(1) }}", "SecurityError"),
+        ("{{ ['a']|tojson(cls=namespace, encode=''.join) }}", "TypeError"),
+        ("{{ messages|tojson(default=raise_exception) }}", "TypeError"),
+        ("{% include '/etc/passwd' %}", "TypeError"),
+    ],
+)
+def test_a_template_reaches_no_objects_and_no_files(source: str, error: str) -> None:
+    said = f"^a.jsonl, line 7: the chat template refuses it: ({error}): "
+    with pytest.raises(DataError, match=said):
+        ChatTemplate(source).render(CHATS[0], "a.jsonl, line 7")
+
+
 def test_turns_that_meet_within_a_token_keep_one_mask_per_token() -> None:
     tokenizer = load_tokenizer()
     ids, mask = encode_chat("\ufdd0Good eve\ufdd1\ufdd0ning\ufdd1 to the user", tokenizer)

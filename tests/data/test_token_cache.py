@@ -99,6 +99,40 @@ def test_another_text_vocabulary_or_time_is_another_file(
         load(text.with_name("gone.jsonl"), cache)
 
 
+def _flip(at: int) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[at] ^= 1
+        path.write_bytes(content)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(_flip(at) for at in (0, 40, 4096, -1)),
+        lambda path: os.truncate(path, path.stat().st_size - 2),
+        lambda path: os.truncate(path, 0),
+    ],
+)
+def test_a_damaged_file_is_replaced(
+    text: Path,
+    cache: Path,
+    counted: list[int],
+    damage: Callable[[Path], None],
+    logged: Callable[[], str],
+) -> None:
+    plain = load(text, "off")
+    load(text, cache)
+    (path,) = cache.iterdir()
+    damage(path)
+    assert same(load(text, cache), plain)
+    assert "is damaged" in logged()
+    assert same(load(text, cache), plain)
+    assert len(counted) == 3
+
+
 def test_paths_start_at_the_home_or_at_the_working_directory(
     text: Path, tmp_path: Path, logged: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

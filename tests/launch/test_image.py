@@ -22,7 +22,7 @@ ARGUMENTS = [
     "BASE=localhost/base",
     "EXTRAS=",
     "PIP_OPTIONS=--no-deps",
-    "REQUIREMENTS=msgspec>=0.19 jinja2>=3.1 markupsafe",
+    "REQUIREMENTS=msgspec>=0.19 jinja2>=3.1.6 markupsafe",
 ]
 
 

@@ -242,6 +242,13 @@ def test_cache_folder_is_the_keys_or_the_environments(
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="compile.cache_dir: cannot write to"):
         check_machine(_compiled(str(tmp_path / "file")))
+    monkeypatch.delenv(CACHE_VARIABLE)
+    monkeypatch.setenv("LOGNAME", "me")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert Path(use_cache_folder(None)).parent == tmp_path
+    monkeypatch.setattr(os, "getuid", lambda: -1)
+    with pytest.raises(ParallelismError, match="it belongs to another user"):
+        use_cache_folder(None)
 
 
 def _train_with_cache(

@@ -216,10 +216,17 @@ def files_in(folder: AnyPath) -> Mapping[str, Stat | os.stat_result]:
     if isinstance(folder, StorePath):
         files = {name: one for name, one in folder.listing().items() if one["type"] == "file"}
         return {name: _stat(entry) for name, entry in files.items()}
+    found = {}
     try:
-        return {path.name: path.stat() for path in folder.iterdir() if path.is_file()}
+        paths = list(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return {}
+    for path in paths:
+        # A reader may take its pin back meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_file():
+                found[path.name] = path.stat()
+    return found
 
 
 def write_new(path: AnyPath, content: bytes) -> None:

@@ -157,10 +157,21 @@ def _compiled(source: str) -> Any:
     def refuse(message: str) -> NoReturn:
         raise TemplateError(message)
 
+    # No other option of `json.dumps`: `cls` calls what a template names, past the sandbox.
     def to_json(
-        value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
     ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]

@@ -1,7 +1,7 @@
 """Tokenized text on disk: one process of a node tokenizes, the others and later runs map the file.
 
 The name of a file is a hash of what decides its content: path, size and times of texts, tokenizer,
-library versions. A file is published atomically. A lock that ends with its
+library versions. A file is published atomically and has a checksum. A lock that ends with its
 process keeps others from the same work. When disk or lock fail, the text is tokenized in memory
 instead.
 """
@@ -15,6 +15,7 @@ import json
 import os
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,16 +116,17 @@ def _from_cache(text: _Text, folder: Path, workers: int | None) -> Corpus:
     """
     stamp = text.stamp()
     path = folder / f"{stamp}.tokens"
-    if not path.exists():
+    found = _load(path, text)
+    if found is None:
         with _lock(folder / f"{stamp}.lock"):
-            if not path.exists():
+            found = _load(path, text)
+            if found is None:
                 corpus = text.tokenized(workers_of(workers, alone=True))
                 # Another stamp: the text has changed meanwhile.
                 if text.stamp() == stamp:
                     _save(corpus, path)
-                if not path.exists():
-                    return corpus
-    return _load(path, text)
+                found = _load(path, text) or corpus
+    return found
 
 
 def cache_folder(cache: str) -> Path:
@@ -181,19 +183,30 @@ def _lock(path: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def _load(path: Path, text: _Text) -> Corpus:
-    with open(path, "rb") as file:
-        about = parse_json(file.read(_HEADER_BYTES))
-    kinds = [("<i8", about["documents"] + 1), (about["dtype"], about["tokens"])]
-    if about.get("targets"):
-        kinds.append(("?", about["tokens"]))
+def _load(path: Path, text: _Text) -> Corpus | None:
+    if not path.exists():
+        return None
     arrays: list[NDArray[Any]] = []
-    at = _HEADER_BYTES
-    for kind, count in kinds:
-        mapped = np.memmap(path, dtype=kind, mode="r", offset=at, shape=(count,))
-        # Plain arrays over the maps: slices of a memmap are slower.
-        arrays.append(mapped.view(np.ndarray))
-        at += mapped.nbytes
+    try:
+        with open(path, "rb") as file:
+            about = parse_json(file.read(_HEADER_BYTES))
+        kinds = [("<i8", about["documents"] + 1), (about["dtype"], about["tokens"])]
+        if about.get("targets"):
+            kinds.append(("?", about["tokens"]))
+        at = _HEADER_BYTES
+        for kind, count in kinds:
+            mapped = np.memmap(path, dtype=kind, mode="r", offset=at, shape=(count,))
+            # Plain arrays over the maps: slices of a memmap are slower.
+            arrays.append(mapped.view(np.ndarray))
+            at += mapped.nbytes
+        if about.pop("crc32") != _checksum(about, arrays):
+            raise ValueError("it has another checksum")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        logger.warning(
+            f"{path} is damaged ({error}): it is removed, and the text is tokenized again"
+        )
+        path.unlink(missing_ok=True)
+        return None
     offsets, tokens, *targets = arrays
     return Corpus(
         tokens=tokens,
@@ -204,6 +217,13 @@ def _load(path: Path, text: _Text) -> Corpus:
         targets=targets[0] if targets else None,
         characters=about.get("characters"),
     )
+
+
+def _checksum(about: dict[str, Any], arrays: list[NDArray[Any]]) -> int:
+    found = zlib.crc32(json.dumps(about, sort_keys=True).encode())
+    for array in arrays:
+        found = zlib.crc32(array.view(np.uint8).data, found)
+    return found
 
 
 def _save(corpus: Corpus, path: Path) -> None:
@@ -218,7 +238,7 @@ def _save(corpus: Corpus, path: Path) -> None:
     if corpus.targets is not None:
         about["targets"] = True
         arrays.append(corpus.targets)
-    header = json.dumps(about).encode()
+    header = json.dumps({**about, "crc32": _checksum(about, arrays)}).encode()
     partial = path.with_suffix(".partial")
     try:
         with new_file(partial) as file:

@@ -17,8 +17,8 @@ class GatedOptimizer(torch.optim.Optimizer):
     parts.
     """
 
-    #: torch's protocol for gradient scalers, of which titanlite uses a part: `step` does nothing
-    #: where the tensor `found_inf` is set.
+    #: torch's protocol for gradient scalers: `step` does nothing where the tensor `found_inf` is
+    #: set, and divides gradients by the tensor `grad_scale`, if there is one.
     _step_supports_amp_scaling = True
     found_inf: torch.Tensor | None = None
 
@@ -57,7 +57,8 @@ class GatedOptimizer(torch.optim.Optimizer):
     def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Return this rank's part of a gradient in float32."""
         assert parameter.grad is not None
-        return local(parameter.grad).float()
+        gradient, scale = local(parameter.grad).float(), getattr(self, "grad_scale", None)
+        return gradient if scale is None else gradient / scale
 
     def store(self, target: torch.Tensor, value: torch.Tensor) -> None:
         """Write `value` into the local tensor `target`, in its dtype, unless this step is held

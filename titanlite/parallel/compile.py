@@ -113,6 +113,9 @@ def use_cache_folder(cache_dir: str | None) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(None, "no permission")
+        # In /tmp anybody may have made the folder, and torch runs the code in it.
+        if named == default_cache_dir() and folder.stat().st_uid != os.getuid():
+            raise PermissionError(None, "it belongs to another user")
     except OSError as error:
         message = f'cannot write to "{folder}": {error.strerror}'
         raise ParallelismError(f"{message}; name a folder that you may write to") from None

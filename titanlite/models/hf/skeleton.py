@@ -81,9 +81,13 @@ def skeleton_of(content: str, vocab_size: int) -> Skeleton:
 
 
 def _check(model: Any, config: Any, operations: Mapping[int, Any]) -> None:
-    """Raise ShapeError for a buffer that initialisation does not compute, or a token that sees
-    later ones.
+    """Raise ShapeError for a buffer that initialisation does not compute, blocks that are skipped
+    at random, or a token that sees later ones.
     """
+    if any(getattr(module, "layerdrop", 0) for module in model.modules()):
+        entry = "decoder_layerdrop" if hasattr(config, "decoder_layerdrop") else "layerdrop"
+        message = f"{entry} skips blocks at random: ranks would wait for each other for ever"
+        raise refused(message, f"set model.overrides.{entry} = 0.0")
     for name, buffer in model.named_buffers():
         if buffer.is_meta and id(buffer) not in operations:
             raise refused(
