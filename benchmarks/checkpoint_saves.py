@@ -79,9 +79,9 @@ def timed_hashes() -> Any:
 @contextmanager
 def timed_reading_back() -> Any:
     """Gives a list that comes to hold the seconds of each comparison."""
-    from titanlite.checkpoint import manager
+    from titanlite.checkpoint import dcp_files
 
-    real, found = manager.verify_files, []
+    real, found = dcp_files.verify_files, []
 
     def timed(*arguments: Any, **more: Any) -> Any:
         began = time.perf_counter()
@@ -89,11 +89,11 @@ def timed_reading_back() -> Any:
         found.append(time.perf_counter() - began)
         return problem
 
-    manager.verify_files = timed
+    dcp_files.verify_files = timed
     try:
         yield found
     finally:
-        manager.verify_files = real
+        dcp_files.verify_files = real
 
 
 def cell(folder: Path, repeats: int, dim: int) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from titanlite.cli.run_figures import NONE, number, to_json
 from titanlite.config.errors import ConfigError, refuse
@@ -26,7 +27,9 @@ from titanlite.contrib.lab.members import Member, MemberError, check_members, ru
 from titanlite.contrib.processes import tell
 from titanlite.dist.count_gpus import count_gpus
 from titanlite.resolve.load import resolve
+from titanlite.runs.config_changes import config_values
 from titanlite.runs.read import Row, Run, read_run
+from titanlite.runs.record import CONFIG
 from titanlite.runs.tables import Table, render
 from titanlite.utils import atomic_write
 
@@ -88,7 +91,7 @@ def main(words: Sequence[str]) -> int:
     rows = summarize(list(levels), runs)
     results = {
         "steps": arguments.steps,
-        "config": {key[0]: run.config for key, run in finished.items()},
+        "config": {key[0]: config_of(run) for key, run in finished.items()},
         "levels": [asdict(row) for row in rows],
         "runs": [asdict(run) for run in runs],
     }
@@ -175,6 +178,11 @@ class LevelFigures:
     loss_difference: float | None
     #: Maximum of the same between repeats of this level: the noise of the machine.
     loss_spread: float | None
+
+
+def config_of(run: Run) -> dict[str, Any]:
+    """Return the resolved config of a run by `section.key`."""
+    return config_values((run.folder / CONFIG).read_text(encoding="utf-8"))
 
 
 def after_warmup(rows: Sequence[Row], warmup: int) -> list[Row]:

@@ -125,16 +125,17 @@ KEPT = """
 float8.drift_check = 5
 training.fsdp_units = 'size'
 training.fsdp_min_params = 9
-data.record = {text = 'a'}
+data.log_documents = true
+validation.parts = 4
 sample.freq = 2
+optimizer.name = 'AdamW8bit'
+metrics.colour = 'red'
 launch.system = 'sagemaker'
 stall.deadline_seconds = 'a day'
 lr_scheduler.min_lr = 9
 eval.include_path = 'tasks'
 checkpoint.hub = 'ada/tiny'
 checkpoint.local_folder = '/nvme'
-[noise]
-scale = 1
 """
 
 
@@ -147,8 +148,9 @@ def test_a_kept_config_of_another_version_is_evaluated_with_one_warning(
     assert (run.training.fsdp_units, run.launch.system) == ("block", "")
     (line,) = capsys.readouterr().err.splitlines()
     assert set(line.rpartition(": ")[2].split(", ")) == {
-        *("float8.drift_check", "training.fsdp_min_params", "data.record", "sample.freq"),
-        *("launch.system", "stall.deadline_seconds", "[noise]"),
+        *("float8.drift_check", "training.fsdp_min_params", "data.log_documents", "sample.freq"),
+        *("launch.system", "stall.deadline_seconds", "validation.parts", "optimizer.name"),
+        "metrics.colour",
     }
 
 
@@ -156,6 +158,11 @@ def test_a_kept_config_of_another_version_is_evaluated_with_one_warning(
     ("toml", "flags", "wrong"),
     [
         ("model.norm_kind = 'a'", [], "model.norm_kind"),
+        ("mup.scale = 2", [], "mup.scale"),
+        ("float8.block = 32", [], "float8.block"),
+        ("training.mixed_precision_param = 'float16'", [], "mixed_precision_param"),
+        ("data.record = {text = 'a'}", [], "data.record"),
+        ("[noise]\nscale = 1", [], "[noise]"),
         ("training.seq_len = 'a'", [], "training.seq_len"),
         ("", ["--launch.system=sagemaker"], "launch.system"),
         ("[model", [], "broken TOML"),

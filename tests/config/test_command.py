@@ -204,7 +204,7 @@ _TIMED = """
 import sys
 from titanlite.cli.main import main
 main(sys.argv[1:])
-heavy = ("torch", "pydantic", "numpy", "titanlite.runs")
+heavy = ("torch", "pydantic", "numpy", "titanlite.runs.read", "titanlite.runs.record")
 print([name for name in heavy if name in sys.modules])
 """
 

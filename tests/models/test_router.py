@@ -104,7 +104,7 @@ def test_the_weights_of_all_layers_sum_to_the_arguments(family: str) -> None:
             "top_k must be between 1 and n_experts = 8, got 9$",
         ),
         ({"n_groups": 3}, "n_groups = 3 does not divide n_experts = 8"),
-        ({"n_groups": 8}, "group_best must be at most 1, the experts of a group"),
+        ({"n_groups": 8}, "group_best must be at most 1, the experts of each of n_groups = 8"),
         ({"n_groups": 2, "top_groups": 3}, "top_groups must be at most n_groups = 2, got 3"),
         ({"n_groups": 4, "top_groups": 1}, "top_k must be at most 2, the experts of top_groups"),
         ({"route_scale": 0.0}, "route_scale must be positive, got 0.0"),

@@ -47,11 +47,13 @@ def test_levels_take_turns_and_a_failed_run_is_made_again(
         ]
         write_metrics(folder / member.name, rows)
         written(folder / member.name, begin(1, None, 0, ranks=2), end(1, 9, 6))
+        config, _ = read(member.arguments([], folder))
+        (folder / member.name / "config.toml").write_text(config.to_toml())
         return [MemberResult(member.name, "done", 6, 8.4, "")]
 
     monkeypatch.setattr(levels, "run_members", run)
     words = [str(CONFIGS / "debug_model.toml"), "--out", str(tmp_path), "--steps=6", "--warmup=2"]
-    words += ["--repeats=3", "--skip=float8", "--skip=float8-all-gather"]
+    words += ["--ranks=2", "--repeats=3", "--skip=float8", "--skip=float8-all-gather"]
     assert levels.main(words) == 1
     assert made == ["default-1", "compile-1", "compile-2"]
     assert "run 3 of 6: compile, repeat 2 failed with exit code 3" in capsys.readouterr().err
@@ -60,6 +62,7 @@ def test_levels_take_turns_and_a_failed_run_is_made_again(
     assert levels.main(words) == 0
     assert made == [f"{name}-{i}" for i in (1, 2, 3) for name in sorted(SPEEDS, reverse=i != 2)]
     found = json.loads((tmp_path / levels.RESULTS).read_text())
+    assert found["config"]["compile"]["training.compile"] is True
     default, compiled = found["levels"]
     # Two ranks; the median is that of the second repeat.
     assert (default["tokens_per_second"], compiled["tokens_per_second"]) == (1000, 1500)

@@ -24,6 +24,7 @@ from titanlite.cli.run_figures import to_json
 from titanlite.config import trust
 from titanlite.config.errors import Problem
 from titanlite.config.load import read, read_text
+from titanlite.config.unsupported_keys import NAMES, UNSUPPORTED
 from titanlite.dist.launch_env import read_launch_env
 from titanlite.resolve.load import resolve
 from titanlite.run.config import RunConfig
@@ -42,6 +43,14 @@ if TYPE_CHECKING:
 _PATIENCE = 600.0
 #: Sections that only training needs: what they hold may be of another version, or missing here.
 _OF_TRAINING = ("eval", "guard", "ladder", "launch", "lr_scheduler", "profiling", "stall")
+#: Sections whose keys do not change the model, its numbers or its text.
+_HARMLESS = (
+    *_OF_TRAINING,
+    *("activation_checkpoint", "checkpoint", "comm", "compile", "debug", "fault_tolerance"),
+    *("job", "memory_estimation", "metrics", "optimizer", "sample"),
+)
+#: Keys of earlier versions and other trainers that a kept config may have. A record made the text.
+_GONE = {*UNSUPPORTED, *NAMES["gone"]} - {"data.record"}
 #: Takes from the other sections what only training needs.
 _NO_TRAINING = (
     "--data.phase=[]",
@@ -105,12 +114,15 @@ def config_of(
 
 
 def _is_of_another_version(problem: Problem) -> bool:
-    """Return whether a kept config has what evaluation can do without: any key but the model's."""
+    """Return whether evaluation can do without what a kept config has here.
+
+    An unknown key may change the model or its numbers, unless its section cannot.
+    """
     section = problem.key.strip("[]").partition(".")[0]
     if problem.where == "command line" or section == "model":
         return False
     if problem.code in ("missing-package", "unknown-key", "unknown-section", "unsupported"):
-        return True
+        return section in _HARMLESS or problem.key in _GONE
     is_value = problem.code in ("out-of-range", "unknown-value", "wrong-type")
     return is_value and section in _OF_TRAINING
 

@@ -218,7 +218,6 @@ def checkpoint_bytes(run: RunConfig) -> int:
         blocks = [name for name in run.spec.block_names(args) if name in costs]
         matrices = sum(costs[name].parameters for name in blocks)
     master = BYTES[run.training.dtype]
-    # Weights of a size that 8 bits can hold.
     matrix = Weight(4096, 2048, 1, (4096, 2048))
     other = Weight(4096, 2048, 1)
     state = matrices * state_bytes(matrix, run.optimizer, master)

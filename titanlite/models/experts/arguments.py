@@ -75,7 +75,10 @@ class ExpertArgs(LlamaArgs):
         if rest:
             wrong.append(f"n_groups = {self.n_groups} does not divide n_experts = {self.n_experts}")
         elif self.n_groups > 1 and self.group_best > each:
-            wrong.append(f"group_best must be at most {each}, the experts of a group")
+            wrong.append(
+                f"group_best must be at most {each}, the experts of each of n_groups = "
+                f"{self.n_groups}"
+            )
         elif self.top_groups > self.n_groups:
             wrong.append(
                 f"top_groups must be at most n_groups = {self.n_groups}, got {self.top_groups}"
@@ -83,7 +86,7 @@ class ExpertArgs(LlamaArgs):
         elif self.n_groups > 1 and self.top_k > self.top_groups * each:
             wrong.append(
                 f"top_k must be at most {self.top_groups * each}, the experts of top_groups = "
-                f"{self.top_groups}"
+                f"{self.top_groups} of n_groups = {self.n_groups}"
             )
         return wrong
 
