@@ -108,7 +108,7 @@ def test_a_mixture_with_a_stream_and_a_phase_is_the_same_after_a_resume_on_other
     straight = tmp_path / "straight"
     moved = tmp_path / "moved"
     codes, console = train(flags(straight, *mixture), 2, tmp_path / "console")
-    assert codes == [0, 0] and "sequences by source: " in console, console
+    assert codes == [0, 0], console
     for ranks, steps in ((4, 4), (2, STEPS)):
         codes, console = train(
             flags(moved, *mixture, f"--training.steps={steps}"), ranks, tmp_path / "console"
