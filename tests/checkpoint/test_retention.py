@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -35,7 +36,7 @@ from titanlite.checkpoint.retention import (
     quarantine,
     unpublish,
 )
-from titanlite.checkpoint.store_paths import AnyPath, StorePath
+from titanlite.checkpoint.store_paths import AnyPath, StorePath, files_in
 from titanlite.cli.checkpoint_folders import list_checkpoints
 
 
@@ -237,6 +238,13 @@ def test_the_pin_of_a_reader_that_was_killed_ends_with_its_day(tmp_path: Path) -
     (pin,) = (tmp_path / "step-1").glob(".reading-*")
     os.utime(pin, (0, time.time() - 90_000))
     assert _pruned(tmp_path, 3, keep_latest_k=2) == [2, 3]
+
+
+def test_a_pin_that_goes_while_files_are_listed_hides_no_other(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    (tmp_path / "step-1" / ".reading-gone").symlink_to(tmp_path / "gone")
+    with patch.object(Path, "is_file", lambda _: True):
+        assert {"manifest.json", "shard"} <= files_in(tmp_path / "step-1").keys()
 
 
 def test_of_a_link_the_link_goes(tmp_path: Path) -> None:

@@ -187,6 +187,23 @@ def test_a_rollback_leaves_out_the_bad_text_and_keeps_the_border(
     assert rows.order == list(range(first, first + 2 * 4 + 4 * 8))
 
 
+@pytest.mark.parametrize(
+    ("begin", "step", "first"), [({"step": 21}, 21, 120), ({"tokens": 320}, 31, 160)]
+)
+def test_weights_and_rate_change_together_after_a_resume_with_another_batch(
+    begin: dict[str, int], step: int, first: int
+) -> None:
+    """10 steps of 8 sequences of 2 tokens, then steps of 4."""
+    phase = DataPhase(**begin, weights={"b": 1.0}, lr_factor=0.5)
+    before = Phases([phase], {"a": 1.0}, 8, 16)
+    assert before.rates() == ((21, 0.5),)
+    assert before.shares() == {0: {"a": 1.0}, 160: {"b": 1.0}}
+    after = Phases([phase], {"a": 1.0}, 4, 8)
+    for done in (Progress(10, 160, 80), Progress(15, 200, 100)):
+        assert after.rates(done) == ((step, 0.5),)
+        assert after.shares(done) == {0: {"a": 1.0}, first: {"b": 1.0}}
+
+
 def test_steps_left_count_the_ramp() -> None:
     phases = Phases([DataPhase(step=4, global_batch_size=8)], {}, 4, 8, skip=((6, 9), (30, 33)))
     rows = Numbers(61, 1)

@@ -140,6 +140,17 @@ def test_a_resume_reads_no_shard_that_is_done(names, opened) -> None:
     assert state["cursors"][0][4] in [row for _, row in opened]
 
 
+def test_a_state_that_counts_fitted_rows_begins_its_block_again(names) -> None:
+    rows = make_stream(names, lanes=1)
+    first_rows(rows, 45)
+    ((lane, count, *place),) = rows.state_dict()["cursors"]
+    resumed = make_stream(names, lanes=1)
+    resumed.load_state_dict(
+        {**rows.state_dict(), "packing": "best-fit", "cursors": [[lane, count, *place[:3], 7, 0]]}
+    )
+    assert resumed.state_dict()["cursors"] == [[lane, count, *place[:3], 0, 0]]
+
+
 def test_masked_documents_have_numbers_and_no_target_across_borders(names) -> None:
     row = make_stream(names, mask_documents=True).sequence(0)
     assert row.documents is not None

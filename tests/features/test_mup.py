@@ -440,4 +440,8 @@ def test_keys_of_the_base_model_alone_are_told() -> None:
 
 def test_the_start_report_names_the_base_model() -> None:
     assert "dim 64: rates of AdamW times 0.25" in summary(rules_of("llama3", 64, ffn_dim=1024))
-    assert summary(rules_of("llama3", 256)) == "the base model itself, dim 256"
+    rules = rules_of("llama3", 256)
+    assert summary(rules) == "the base model itself, dim 256"
+    for name in rules.names():
+        assert rules.factors(name) == rules.factors(name, True) == (1, 1, 1)
+        assert rules.init(name) == rules.spec.init_rule(name, rules.args)

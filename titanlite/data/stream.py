@@ -163,8 +163,11 @@ class StreamRows(Rows):
             )
         self.close()
         self.lanes = lanes
+        # An earlier version fitted documents into rows, and counted rows: their block begins again.
+        fitted = {"document": 0, "offset": 0} if "packing" in state else {}
         self._places = {
-            number: (count, Place(*place)) for number, count, *place in state.get("cursors", ())
+            number: (count, Place(*place)._replace(**fitted))
+            for number, count, *place in state.get("cursors", ())
         }
         self.text = replace(self.text, shards=self.text.shards.at(state.get("revision", "")))
 
