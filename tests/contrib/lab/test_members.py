@@ -152,7 +152,9 @@ def test_a_folder_of_another_config_is_refused_and_one_of_an_older_version_is_no
     kept = tmp_path / "small" / "config.toml"
     kept.parent.mkdir()
     lines = config.to_toml().splitlines()
-    kept.write_text("\n".join(line for line in lines if not line.startswith("z_loss")))
+    older = "\n".join(line for line in lines if not line.startswith("z_loss"))
+    kept.write_text(older.replace("[data]", "[data]\nlog_documents = false"))
+    assert "log_documents" in kept.read_text()
     described = Member("small", [*SMALL.flags, "--job.description=again"])
     assert len(check_members([described], CONFIG, tmp_path, 1)) == 1
     changed = Member("small", ["--optimizer.lr=2e-3", "--model.overrides.norm_eps=1e-4"])

@@ -17,6 +17,7 @@ from pathlib import Path
 from titanlite import exit_codes, torchrun
 from titanlite.config.errors import ConfigError, Problem, refuse
 from titanlite.config.loaded import LoadedConfig
+from titanlite.config.unsupported_keys import UNSUPPORTED
 from titanlite.contrib.processes import (
     Stopped,
     last_lines,
@@ -123,8 +124,12 @@ def _changes(config: LoadedConfig, run: RunConfig, own: Path) -> list[Problem]:
         old = (own / CONFIG).read_text(encoding="utf-8")
     except FileNotFoundError:
         return []
-    # An older titanlite did not have all keys.
-    known = config_values(old)
+    # An older titanlite did not have all keys, and had some that are gone.
+    known = {
+        key
+        for key, value in config_values(old).items()
+        if key not in UNSUPPORTED or not UNSUPPORTED[key].is_off(value)
+    }
     found = config_changes(old, provenance.public_config(config.to_toml()))
     told = {
         key: change
