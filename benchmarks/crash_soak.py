@@ -350,7 +350,7 @@ class Soak:
 
     def _compare(self, run: Path) -> None:
         """Count what is not as in the run that nothing happened to."""
-        from titanlite.cli.hub.tensors import Contents, compare
+        from titanlite.cli.hub.compare_checkpoints import Contents, compare
 
         expected, found = records(self.reference), records(run)
         steps = range(1, self.steps + 1)

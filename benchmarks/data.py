@@ -67,7 +67,7 @@ def titanlite_stream(shards: list[Path], tokenizer: Path) -> Iterator[Any]:
 
     from titanlite.config.data_sections import Data
     from titanlite.config.sections import Training
-    from titanlite.data.text import build_dataset
+    from titanlite.data.dataset_builder import build_dataset
     from titanlite.data.tokenizer import load_tokenizer
 
     ours = load_tokenizer(str(tokenizer))

@@ -30,7 +30,7 @@ from titanlite.resolve.load import resolve
 from titanlite.runs.config_changes import config_values
 from titanlite.runs.read import Row, Run, read_run
 from titanlite.runs.record import CONFIG
-from titanlite.runs.tables import Table, render
+from titanlite.runs.text_tables import Table, render
 from titanlite.utils import atomic_write
 
 RESULTS = "levels.json"

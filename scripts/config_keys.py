@@ -21,10 +21,10 @@ from titanlite.config.aliases import ALIASES, COMMA_LISTS, VALUES, Alias, names_
 from titanlite.config.dialect import LATER_DEFAULTS, LATER_MODELS
 from titanlite.config.key_types import inner_section, members, names_beside_paths
 from titanlite.config.keys import Key, keys, sections
+from titanlite.config.raw_values import SWEEP
 from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED, Unsupported
 from titanlite.config.value_types import Section
-from titanlite.config.written_values import SWEEP
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "config-keys.md"

@@ -19,7 +19,7 @@ from tests.support.pool import Pools
 from tests.support.refusals import refusal
 from titanlite import Callback, Trainer, build, load_config
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
-from titanlite.checkpoint.storage import gather
+from titanlite.checkpoint.state_dict import gather
 from titanlite.config.dotted_paths import resolve
 from titanlite.config.errors import ConfigError
 from titanlite.config.own_functions import load_functions

@@ -18,9 +18,9 @@ from fsspec.registry import _registry
 from tests.support.processes import ROOT
 from titanlite.checkpoint import store_paths
 from titanlite.checkpoint.store_paths import StoreError, to_path
-from titanlite.cli.hub.tensors import compare_ids
+from titanlite.cli.hub.compare_checkpoints import compare_ids
 from titanlite.config.checks import TRACKER_PACKAGES, missing_packages
-from titanlite.config.dataset_names import hub_text
+from titanlite.config.dataset_registry import hub_text
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
 from titanlite.data import DataError

@@ -30,9 +30,9 @@ from titanlite.config.sections import Config
 from titanlite.config.urls import public_name, public_names
 from titanlite.config.value_types import HOME, Section
 from titanlite.data import DataError
+from titanlite.data.dataset_builder import TextReader
 from titanlite.data.mixtures.mixed_rows import open_mixture
 from titanlite.data.remote import open_file
-from titanlite.data.text import TextReader
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.launch import kubernetes as launch_kubernetes
 from titanlite.runs import provenance

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.data.loader import to_device as to_device
     from titanlite.dist.dist_env import DistEnv as DistEnv
     from titanlite.dist.signals import StopSignal as StopSignal
-    from titanlite.features.context.attention import apply_cp as apply_cp
+    from titanlite.features.context.gathered_attention import apply_cp as apply_cp
     from titanlite.features.float8.convert import apply_float8 as apply_float8
     from titanlite.models.spec import Cost as Cost
     from titanlite.models.spec import Init as Init
@@ -63,7 +63,7 @@ _PUBLIC = {
     "config.model_sections": ["Optimizer"],
     "config.sections": ["ActivationCheckpoint", "Checkpoint"],
     "data.loader": ["Batch", "to_device"],
-    "features.context.attention": ["apply_cp"],
+    "features.context.gathered_attention": ["apply_cp"],
     "features.float8.convert": ["apply_float8"],
     "run.config": ["RunConfig"],
     "resolve.load": ["load_config"],

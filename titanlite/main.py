@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from titanlite import exit_codes
 from titanlite.assembly.tested_machines import system_problem
-from titanlite.config.dotted_keys import dotted_paths
 from titanlite.config.errors import ConfigError
+from titanlite.config.import_path_keys import dotted_paths
 from titanlite.dist import ParallelismError
 from titanlite.dist.launch_env import read_launch_env
 from titanlite.dist.signals import (
@@ -64,7 +64,7 @@ def run_rank(work: Callable[..., int], *arguments: object) -> NoReturn:
     except (StopRequested, KeyboardInterrupt) as error:  # it came while the work was ending
         code = exit_codes.code_of(error)
     except Exception as error:
-        from titanlite.assembly.failure import print_unforeseen
+        from titanlite.assembly.error_exit import print_unforeseen
 
         code = exit_codes.ERROR
         last_error = print_unforeseen(error)
@@ -111,7 +111,7 @@ def run(argv: Sequence[str]) -> int:
             for callback in parts.callbacks:
                 callback.on_exit(stop)
         except (StopRequested, KeyboardInterrupt) as error:
-            from titanlite.assembly.failure import print_stop
+            from titanlite.assembly.error_exit import print_stop
 
             return print_stop(error)
         except SystemExit as error:
@@ -125,7 +125,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _print_error(message: str, code: int) -> int:
-    from titanlite.assembly.failure import print_error
+    from titanlite.assembly.error_exit import print_error
 
     return print_error(message, code)
 
@@ -151,7 +151,7 @@ class _Rank:
     def __init__(
         self, environment: LaunchEnv, asked: LoadedConfig, config: RunConfig, stop: StopSignal
     ) -> None:
-        from titanlite.metrics.position import Position
+        from titanlite.metrics.phase_tracker import Position
 
         self.environment = environment
         self.asked = asked
@@ -274,14 +274,14 @@ class _Rank:
 
     def message(self, error: Exception, code: int) -> str:
         """Return what to print of an expected error."""
-        from titanlite.assembly import failure
+        from titanlite.assembly import error_exit
 
         if code != exit_codes.OUT_OF_MEMORY:
-            return failure.explain(error, self.config, self.asked, self.watchdog.verdict)
+            return error_exit.explain(error, self.config, self.asked, self.watchdog.verdict)
         # torchrun's SIGTERM, when the first other rank ends, must not cut the report off.
         self.stop.at_once = False
         rank, phase = self.environment.rank, self.watchdog.where
-        return failure.explain_memory(error, self.config, rank, phase, self.store)
+        return error_exit.explain_memory(error, self.config, rank, phase, self.store)
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ def main() -> NoReturn:
     gc.disable()
     from torch.distributed.run import main as torchrun
 
-    from titanlite.dist.agents import Farewell
+    from titanlite.dist.rendezvous_end import Farewell
 
     farewell = Farewell()
     gc.freeze()

@@ -89,7 +89,7 @@ class Trainer:
                         except BadStepError as bad:
                             self.roll_back(bad)
                 if self.stopping and (self.step < self.steps or self.owed):
-                    from titanlite.dist.stopped import stopped
+                    from titanlite.dist.stop_message import stopped
 
                     raise stopped(self)
             except BaseException as error:
@@ -183,7 +183,7 @@ class Trainer:
         for bad in self.parts.train_step.guard.skipped():
             self.good_steps -= 1
             if bad.kind == "not finite":
-                from titanlite.metrics.anomalies import check_weights
+                from titanlite.metrics.bad_step_log import check_weights
 
                 check_weights(bad, self.parts.model)
             self.parts.anomalies.skipped(bad, self.recent[bad.step])
@@ -240,7 +240,7 @@ class Trainer:
         if saves is None:
             return
         if saves.schedule.due(self.step) or self.step == self.steps or self.stopping:
-            from titanlite.checkpoint.write import write_checkpoint
+            from titanlite.checkpoint.trainer_save import write_checkpoint
 
             self.phase("save")
             self.sync_guard()
@@ -258,7 +258,7 @@ class Trainer:
         """
         saver = self.parts.checkpointer
         if saver is not None:
-            from titanlite.checkpoint.write import report_saves
+            from titanlite.checkpoint.trainer_save import report_saves
 
             report_saves(self, saver, wait)
 
@@ -286,7 +286,7 @@ class Trainer:
                 end.state = "stopped"
                 end.step = error.done
                 end.reason = str(error)
-                from titanlite.metrics.anomalies import explain
+                from titanlite.metrics.bad_step_log import explain
 
                 self.phase("end")
                 self.poll_saves(wait=True)

@@ -23,7 +23,7 @@ from tests.support.pool import Pools
 from titanlite.checkpoint import manager
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, find, steps_in
-from titanlite.cli.hub.tensors import Contents
+from titanlite.cli.hub.compare_checkpoints import Contents
 from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics.timeouts import set_timeouts
 

@@ -16,7 +16,7 @@ from titanlite import exit_codes
 from titanlite.checkpoint import manifest as manifest_module
 from titanlite.checkpoint.manifest import REASON, parse_manifest
 from titanlite.checkpoint.retention import begin
-from titanlite.cli.hub.tensors import Contents, measure
+from titanlite.cli.hub.compare_checkpoints import Contents, measure
 from titanlite.cli.main import main
 from titanlite.utils import human_bytes
 

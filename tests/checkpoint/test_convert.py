@@ -20,8 +20,8 @@ from tests.support.s3 import Storage
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.store_paths import AnyPath
-from titanlite.cli.hub.convert import convert, open_source
-from titanlite.cli.hub.tensors import Contents
+from titanlite.cli.hub.compare_checkpoints import Contents
+from titanlite.cli.hub.export_weights import convert, open_source
 from titanlite.cli.main import main
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import LlamaArgs, RopeScaling, get_spec
@@ -204,7 +204,7 @@ _LARGE = """
 import resource, sys
 from pathlib import Path
 import torch
-from titanlite.cli.hub.convert import convert
+from titanlite.cli.hub.export_weights import convert
 source, target = sys.argv[1:]
 convert(Path(source), Path(target + ".warm"), "hf")
 used = int(open("/proc/self/statm").read().split()[5]) * resource.getpagesize()

@@ -31,7 +31,7 @@ from titanlite.checkpoint.hf_save import begin_folder
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, last_hf_step
 from titanlite.checkpoint.store_paths import AnyPath, StorePath
-from titanlite.cli.hub.convert import convert, open_source
+from titanlite.cli.hub.export_weights import convert, open_source
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import LlamaArgs, get_spec

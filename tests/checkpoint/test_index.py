@@ -26,7 +26,7 @@ from tests.support.pool import Pools
 from titanlite import exit_codes
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, digest_of
-from titanlite.cli.hub.tensors import Contents
+from titanlite.cli.hub.compare_checkpoints import Contents
 from titanlite.cli.main import main
 from titanlite.dist.dist_env import DistEnv
 

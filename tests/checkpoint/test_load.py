@@ -29,7 +29,7 @@ from titanlite.checkpoint.loaded import LEFT_OUT
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.selection import select
-from titanlite.cli.hub.tensors import Contents
+from titanlite.cli.hub.compare_checkpoints import Contents
 from titanlite.config.model_sections import Optimizer
 from titanlite.data.loader import to_device
 from titanlite.dist.dist_env import DistEnv

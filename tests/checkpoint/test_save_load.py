@@ -48,7 +48,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.store_paths import AnyPath, StoreError, StorePath
 from titanlite.cli.checkpoint_folders import verify
-from titanlite.cli.hub.tensors import Contents
+from titanlite.cli.hub.compare_checkpoints import Contents
 from titanlite.dist.dist_env import DistEnv
 
 PINNED = "async_with_pinned_mem"

@@ -23,7 +23,7 @@ from tests.support.pool import Pools
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.torchtitan import open_torchtitan
-from titanlite.cli.hub.tensors import quiet
+from titanlite.cli.hub.compare_checkpoints import quiet
 from titanlite.cli.main import main
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import LlamaArgs, get_spec

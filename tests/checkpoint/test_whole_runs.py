@@ -14,7 +14,7 @@ from tests.support.pool import Pools
 from tests.support.whole_runs import losses_of, make_trainer, train_run
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, steps_in
 from titanlite.checkpoint.resume import save_seed
-from titanlite.cli.hub.tensors import Contents
+from titanlite.cli.hub.compare_checkpoints import Contents
 from titanlite.dist.dist_env import DistEnv
 from titanlite.runs.attempts import read_entries
 

@@ -15,10 +15,10 @@ import pytest
 
 from tests.support.processes import ROOT
 from titanlite import exit_codes
+from titanlite.cli.argument_parser import GONE
 from titanlite.cli.command_table import COMMANDS, make_parser
 from titanlite.cli.flags import value_words
 from titanlite.cli.main import main, split_flags
-from titanlite.cli.parser import GONE
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int) -> str:

@@ -16,9 +16,9 @@ from tests.support.checkpoints import write_weights
 from tests.support.hf_compare import sizes_of
 from tests.support.llamas import relative
 from titanlite.checkpoint.hf_files import hf_form
-from titanlite.cli.hub.convert import convert
+from titanlite.cli.argument_parser import Parser
+from titanlite.cli.hub.export_weights import convert
 from titanlite.cli.loading import add_arguments, load_model
-from titanlite.cli.parser import Parser
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
 from titanlite.features.lora.peft import save_peft
 from titanlite.features.lora.settings import Adapters

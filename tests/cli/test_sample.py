@@ -18,7 +18,7 @@ from tests.support.checkpoints import write_weights
 from tests.support.golden_run import GoldenRun
 from tests.support.hf import hf_folder
 from titanlite import exit_codes
-from titanlite.cli.hub.convert import open_source
+from titanlite.cli.hub.export_weights import open_source
 from titanlite.cli.main import main
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, load_tokenizer
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS

@@ -12,8 +12,8 @@ from tests.support.commands import Command
 from tests.support.texts import CLONE, TOKENIZER, write_files
 from titanlite.cli.main import main
 from titanlite.config.errors import ConfigError
+from titanlite.data.dataset_builder import TextReader
 from titanlite.data.sequences import PackedDataset
-from titanlite.data.text import TextReader
 from titanlite.data.text_report import file_lines, file_warnings, pass_warnings
 from titanlite.resolve.load import load_config
 

@@ -44,7 +44,7 @@ from titanlite.cli.eval_losses import config_of, read_texts
 from titanlite.cli.main import main, split_flags
 from titanlite.config import trust
 from titanlite.contrib.hub.command import export
-from titanlite.contrib.hub.find_weights import find_weights
+from titanlite.contrib.hub.push_source import find_weights
 from titanlite.data import DataError
 
 ROOT = Path(__file__).resolve().parents[2] / "titanlite"
@@ -404,7 +404,7 @@ def test_a_chain_of_urls_is_refused(tmp_path: Path) -> None:
     """
     import fsspec
 
-    from titanlite.cli.prepare_tasks import _about
+    from titanlite.cli.prepare_work_units import _about
     from titanlite.config.urls import chain_problem
     from titanlite.data.listing import Place
     from titanlite.data.remote import open_file
@@ -508,7 +508,7 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
         # The name is one of a fixed list.
         "models/families.py",
         "models/spec.py",
-        "dist/agents.py",
+        "dist/rendezvous_end.py",
         # The names of a fixed list, and entry points of packages that the user has installed.
         "doors.py",
         "checkpoint/foreign_formats.py",

@@ -15,7 +15,7 @@ from tests.support.pool import free_port
 from tests.support.refusals import refusal, refusals
 from tests.support.tiny import KEPT_TOKENS
 from titanlite import exit_codes, main
-from titanlite.config.dataset_names import BUNDLED_IDS
+from titanlite.config.dataset_registry import BUNDLED_IDS
 from titanlite.config.errors import Problem
 from titanlite.config.load import load
 from titanlite.data.tokenizer import load_tokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.assembly.failure import tell_sagemaker
+from titanlite.assembly.error_exit import tell_sagemaker
 from titanlite.assembly.folders import show_config
 from titanlite.cli.main import main
 from titanlite.config.errors import ConfigError

@@ -14,12 +14,12 @@ import torch
 from tests.support.texts import make_corpus
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.data import DataError, EndOfData, best_fit, loader
+from titanlite.data.batch_hash import batch_hash
 from titanlite.data.best_fit import BestFitDataset
-from titanlite.data.hashes import batch_hash
+from titanlite.data.dataset_builder import TextReader
 from titanlite.data.loader import Batch, TrainLoader
 from titanlite.data.rows import IGNORE, Row, max_documents
 from titanlite.data.sequences import PackedDataset
-from titanlite.data.text import TextReader
 from titanlite.data.text_files import BUNDLED
 from titanlite.data.tokenize_files import Corpus
 from titanlite.data.tokenizer import load_tokenizer

@@ -23,9 +23,9 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.chat import PLAIN_TEMPLATE, ChatTemplate, encode_chat, load_template
+from titanlite.data.dataset_builder import build_dataset
 from titanlite.data.records import Columns
 from titanlite.data.rows import IGNORE
-from titanlite.data.text import build_dataset
 from titanlite.data.text_files import TextFiles
 from titanlite.data.token_cache import _Text
 from titanlite.data.tokenizer import load_tokenizer

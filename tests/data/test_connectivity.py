@@ -13,10 +13,10 @@ from tests.support.pool import free_port
 from tests.support.shards import LINES, TEXTS
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import Training
-from titanlite.data import DataError, connectivity
-from titanlite.data.connectivity import contact_problem
+from titanlite.data import DataError, connection_check
+from titanlite.data.connection_check import contact_problem
+from titanlite.data.dataset_builder import TextReader
 from titanlite.data.records import Columns
-from titanlite.data.text import TextReader
 from titanlite.data.text_files import TextFiles
 from titanlite.data.tokenizer import load_tokenizer
 
@@ -28,7 +28,7 @@ PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 
 @pytest.fixture(autouse=True)
 def no_contact_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connectivity, "_reached", set())
+    monkeypatch.setattr(connection_check, "_reached", set())
     for name in (*PROXIES, *map(str.lower, PROXIES)):
         monkeypatch.delenv(name, raising=False)
 

@@ -19,10 +19,10 @@ import transformers
 
 from tests.support.hf import bundled_as_json
 from titanlite.checkpoint.manifest import CheckpointError
-from titanlite.cli.hub.tensors import compare_ids
+from titanlite.cli.hub.compare_checkpoints import compare_ids
 from titanlite.data.text_files import BUNDLED, iter_records
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER, load_tokenizer
-from titanlite.data.tokenizer.files import hf_files
+from titanlite.data.tokenizer.export_files import hf_files
 from titanlite.data.tokenizer.hf_export import SAMPLES, as_tokenizer_json
 
 TEXTS = (

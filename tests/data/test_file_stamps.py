@@ -18,8 +18,8 @@ from titanlite import exit_codes
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.sections import Training
 from titanlite.data import file_stamps
+from titanlite.data.dataset_builder import build_dataset
 from titanlite.data.rows import Rows
-from titanlite.data.text import build_dataset
 from titanlite.data.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer()

@@ -21,9 +21,9 @@ from tests.support.token_folders import SIZE, TOKENIZER, write_megatron
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.sections import Training
 from titanlite.data import DataError
-from titanlite.data.hashes import step_hash
+from titanlite.data.batch_hash import step_hash
+from titanlite.data.dataset_builder import TextReader, build_dataset
 from titanlite.data.rows import Rows
-from titanlite.data.text import TextReader, build_dataset
 from titanlite.data.token_files import TokenFiles, TokenKeys, open_tokens
 from titanlite.data.token_paths import is_tokens
 

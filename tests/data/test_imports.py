@@ -33,24 +33,24 @@ _PLAIN = [
     "",
     "choose_files",
     "compression",
+    "daemon_threads",
+    "dataset_builder",
+    "dataset_sources",
     "file_kinds",
     "file_stamps",
     "formats",
     "listing",
     "loader",
     "local_files",
-    "named_texts",
     "prefetch",
     "records",
     "rows",
     "sequences",
     "skip_ranges",
-    "splits",
-    "state",
+    "split_names",
+    "state_checks",
     "step_sizes",
-    "text",
     "text_files",
-    "threads",
     "token_cache",
     "token_paths",
     "tokenize_files",
@@ -70,7 +70,7 @@ def test_a_run_of_plain_text_imports_no_module_of_another_kind_of_text() -> None
 
 
 def test_the_check_of_a_config_imports_no_reader() -> None:
-    assert _modules(_CHECK) == ["", "named_texts", "step_sizes", "token_paths"]
+    assert _modules(_CHECK) == ["", "dataset_sources", "step_sizes", "token_paths"]
 
 
 def _modules(program: str) -> list[str]:

@@ -14,13 +14,13 @@ from tests.support.texts import CLONE, write_files
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.sections import Training
 from titanlite.data import DataError
+from titanlite.data.dataset_builder import TextReader, build_dataset
 from titanlite.data.file_kinds import why_no_text
 from titanlite.data.listing import Place
 from titanlite.data.local_files import list_text
 from titanlite.data.sequences import PackedDataset
-from titanlite.data.splits import split_of
+from titanlite.data.split_names import split_of
 from titanlite.data.stream_files import url_text
-from titanlite.data.text import TextReader, build_dataset
 from titanlite.data.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from titanlite.data import DataError, EndOfData
-from titanlite.data.hashes import add_hashes, batch_hash, step_hash
+from titanlite.data.batch_hash import add_hashes, batch_hash, step_hash
 from titanlite.data.loader import Batch, TrainLoader
 from titanlite.data.rows import IGNORE
 from titanlite.data.sequences import PackedDataset

@@ -16,7 +16,7 @@ from titanlite.data import DataError, EndOfData
 from titanlite.data.loader import Fetched, TrainLoader
 from titanlite.data.mixtures.mixed_rows import MixedRows
 from titanlite.data.step_sizes import Course, StepSize
-from titanlite.metrics.anomalies import AnomalyLog
+from titanlite.metrics.bad_step_log import AnomalyLog
 from titanlite.optim.bad_step_errors import BadStepError
 from titanlite.resolve.load import load_config
 

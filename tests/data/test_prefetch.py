@@ -16,7 +16,7 @@ import torch
 
 from tests.support.processes import python
 from titanlite.data import DataError
-from titanlite.data.hashes import add_hashes, batch_hash
+from titanlite.data.batch_hash import add_hashes, batch_hash
 from titanlite.data.loader import Batch, TrainLoader
 from titanlite.data.prefetch import THREAD, Prefetcher
 from titanlite.data.sequences import PackedDataset
@@ -125,7 +125,7 @@ from titanlite.config.data_sections import Data
 from titanlite.config.sections import Training
 from titanlite.data.loader import TrainLoader
 from titanlite.data.prefetch import Prefetcher
-from titanlite.data.text import build_dataset
+from titanlite.data.dataset_builder import build_dataset
 from titanlite.data.tokenizer import load_tokenizer
 tokenizer = load_tokenizer()
 data = Data(streaming=True, num_workers=2)

@@ -14,9 +14,9 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
 from titanlite.config.sections import Training
 from titanlite.data import DataError
+from titanlite.data.dataset_builder import build_dataset
 from titanlite.data.records import Columns
 from titanlite.data.rows import IGNORE
-from titanlite.data.text import build_dataset
 from titanlite.data.text_files import BUNDLED, columns_of, list_files
 from titanlite.data.text_function import own_records
 from titanlite.data.token_cache import load_corpus

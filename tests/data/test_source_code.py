@@ -14,10 +14,10 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.choose_files import choose
+from titanlite.data.dataset_builder import TextReader, build_dataset
 from titanlite.data.file_kinds import SOURCE_SUFFIXES
 from titanlite.data.listing import FoundFile, Listing, Place
 from titanlite.data.local_files import list_text
-from titanlite.data.text import TextReader, build_dataset
 from titanlite.data.text_files import iter_records
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.resolve.load import load_config

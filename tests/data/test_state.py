@@ -19,7 +19,7 @@ from titanlite.data import DataError
 from titanlite.data.loader import TrainLoader
 from titanlite.data.mixtures.mixed_rows import MixedRows
 from titanlite.data.rows import Rows
-from titanlite.data.state import StateError
+from titanlite.data.state_checks import StateError
 
 HOSTILE = (-7, "5-1", None, 1.5, math.nan, 1 << 40, True, [], {})
 

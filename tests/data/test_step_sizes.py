@@ -19,7 +19,7 @@ from titanlite.data.phases import Phases
 from titanlite.data.rows import Row
 from titanlite.data.skip_ranges import Range, ranges_of_steps, skip_to, take
 from titanlite.data.step_sizes import FRESH, Progress
-from titanlite.metrics.anomalies import steps_text
+from titanlite.metrics.bad_step_log import steps_text
 from titanlite.optim.schedule import LearningRate, Schedule
 
 SEQ_LEN = 10

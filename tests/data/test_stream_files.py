@@ -167,7 +167,7 @@ def test_s3_text_with_faults(server: HubServer, monkeypatch: pytest.MonkeyPatch)
 
 CLIENT = """
 import json, os
-from titanlite.config.dataset_names import HubText, hub_text
+from titanlite.config.dataset_registry import HubText, hub_text
 from titanlite.data import DataError
 from titanlite.data.records import Columns
 from titanlite.data.text_files import TextFiles

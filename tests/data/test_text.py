@@ -13,11 +13,11 @@ from tests.support.texts import write_texts
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.sections import Training
 from titanlite.data import DataError
+from titanlite.data.dataset_builder import TextReader
 from titanlite.data.mixtures.mixed_rows import MixedRows
 from titanlite.data.rows import Rows
 from titanlite.data.sequences import PackedDataset
 from titanlite.data.stream import StreamRows
-from titanlite.data.text import TextReader
 from titanlite.data.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer()

@@ -18,9 +18,9 @@ import zstandard
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import Training
 from titanlite.data import DataError
+from titanlite.data.dataset_builder import build_dataset
 from titanlite.data.formats import iter_rows
 from titanlite.data.records import Columns
-from titanlite.data.text import build_dataset
 from titanlite.data.text_files import find_text, iter_records
 from titanlite.data.tokenizer import load_tokenizer
 

@@ -15,9 +15,9 @@ from tests.support.token_folders import LENGTHS, SIZE, TOKENIZER, write_megatron
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import Training
 from titanlite.data import DataError
+from titanlite.data.dataset_builder import build_dataset
 from titanlite.data.rows import IGNORE, FilePlace
 from titanlite.data.sequences import PackedDataset, Permutation, epoch_key
-from titanlite.data.text import build_dataset
 from titanlite.data.token_files import open_tokens
 from titanlite.data.token_paths import INDEX, is_tokens
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, load_tokenizer

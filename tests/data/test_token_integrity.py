@@ -22,7 +22,7 @@ from titanlite.data import DataError, token_integrity
 from titanlite.data.prepared_tokens import fingerprint_of
 from titanlite.data.sequences import PackedDataset
 from titanlite.data.token_files import TokenFiles, TokenKeys, open_tokens
-from titanlite.data.token_hashes import TokenHashes
+from titanlite.data.token_hash_callback import TokenHashes
 from titanlite.data.token_paths import INDEX
 from titanlite.dist.signals import StopSignal
 

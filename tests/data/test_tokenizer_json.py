@@ -18,7 +18,7 @@ from tests.support.hf import bundled_as_json
 from titanlite.data import DataError
 from titanlite.data.text_files import BUNDLED, iter_records
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, Tokenizer, load_tokenizer
-from titanlite.data.tokenizer.files import hf_files
+from titanlite.data.tokenizer.export_files import hf_files
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS
 
 TEXTS = [

@@ -15,7 +15,7 @@ from tests.support.faults import Fault
 from tests.support.train_runs import STEPS, flags, global_batches, rows, saved, train, unequal
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import step_folder
-from titanlite.cli.hub.tensors import Contents
+from titanlite.cli.hub.compare_checkpoints import Contents
 from titanlite.config.errors import ConfigError
 from titanlite.resolve.load import check_config
 from titanlite.runs.attempts import read_entries

@@ -18,11 +18,11 @@ from tests.support.whole_runs import losses_of, make_trainer, outcome_of, train_
 from titanlite import exit_codes
 from titanlite.callbacks import Callback
 from titanlite.checkpoint.manifest import CheckpointError
-from titanlite.cli.hub.convert import convert, open_source
-from titanlite.cli.hub.tensors import Contents
+from titanlite.cli.argument_parser import Parser
+from titanlite.cli.hub.compare_checkpoints import Contents
+from titanlite.cli.hub.export_weights import convert, open_source
 from titanlite.cli.loading import add_arguments, load_model
 from titanlite.cli.main import main
-from titanlite.cli.parser import Parser
 from titanlite.dist.dist_env import DistEnv
 
 EMA = [

@@ -14,7 +14,7 @@ from tests.support.pool import Pools
 from tests.support.tiny import TWO_LAYERS
 from tests.support.watch import Calls, Operations
 from titanlite.assembly.build import build
-from titanlite.cli.hub.tensors import Contents
+from titanlite.cli.hub.compare_checkpoints import Contents
 from titanlite.dist.dist_env import DistEnv
 from titanlite.features.experts.balance import ExpertBalance
 from titanlite.models.experts.layer import MoE

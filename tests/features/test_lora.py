@@ -34,8 +34,8 @@ from tests.support.pool import Pools
 from tests.support.whole_runs import losses_of
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
-from titanlite.cli.hub.convert import convert
-from titanlite.cli.hub.tensors import Contents
+from titanlite.cli.hub.compare_checkpoints import Contents
+from titanlite.cli.hub.export_weights import convert
 from titanlite.cli.main import main
 from titanlite.dist.dist_env import DistEnv
 

@@ -19,8 +19,8 @@ from tests.support.tiny import KEPT_TOKENS
 from tests.support.whole_runs import outcome_of
 from titanlite.assembly.build import build
 from titanlite.assembly.datasets import read_datasets
-from titanlite.cli.hub.convert import convert, open_source
-from titanlite.cli.hub.tensors import our_logits
+from titanlite.cli.hub.compare_checkpoints import our_logits
+from titanlite.cli.hub.export_weights import convert, open_source
 from titanlite.config.load import load_file as load_config_file
 from titanlite.dist.dist_env import DistEnv
 from titanlite.resolve.load import resolve

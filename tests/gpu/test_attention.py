@@ -17,8 +17,8 @@ from tests.support.compare import DOCUMENTS, LABELS, TOKENS, WARM, relative
 from tests.support.harness import Run, alone, train, train_afresh
 from titanlite.config.sections import ActivationCheckpoint, Compile, Training
 from titanlite.dist.dist_env import DistEnv
-from titanlite.features.context.attention import ContextAttention
-from titanlite.features.context.ranks import CPRank
+from titanlite.features.context.balanced_chunks import CPRank
+from titanlite.features.context.gathered_attention import ContextAttention
 from titanlite.models.document_attention import document_mask
 from titanlite.models.layers import SdpaAttention
 

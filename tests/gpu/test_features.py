@@ -27,7 +27,7 @@ from tests.support.harness import (
 )
 from tests.support.stand_ins import ANY, at_step
 from titanlite.callbacks import RunEnd
-from titanlite.cli.hub.tensors import Contents, compare
+from titanlite.cli.hub.compare_checkpoints import Contents, compare
 from titanlite.config.run_sections import Profiling
 from titanlite.config.sections import ActivationCheckpoint, Compile, Float8, Training
 from titanlite.data.loader import to_device

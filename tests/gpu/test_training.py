@@ -33,7 +33,7 @@ from tests.support.harness import (
 )
 from tests.support.reference import train_reference
 from tests.support.steps import train_step
-from titanlite.cli.hub.tensors import Contents, compare
+from titanlite.cli.hub.compare_checkpoints import Contents, compare
 from titanlite.config.sections import Training
 from titanlite.data.loader import to_device
 from titanlite.dist.dist_env import DistEnv

@@ -15,7 +15,7 @@ from titanlite.cli import main as cli
 from titanlite.metrics.console import setup_console
 from titanlite.metrics.step_line import aws_fsdp_line, titan_line
 from titanlite.runs.logs import rank_log
-from titanlite.runs.tables import Table, render
+from titanlite.runs.text_tables import Table, render
 from titanlite.utils import logger
 
 FIGURES = {

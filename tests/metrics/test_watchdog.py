@@ -29,13 +29,13 @@ from tests.support.tiny import TWENTY_STEPS
 from tests.support.whole_runs import make_trainer
 from tests.support.words import listening
 from titanlite import exit_codes
-from titanlite.assembly import failure
+from titanlite.assembly import error_exit
 from titanlite.config.run_sections import Comm, Stall
 from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics import watchdog
 from titanlite.metrics.hang_report import MAX_ROWS, table, verdict
+from titanlite.metrics.housekeeping import Watchdog
 from titanlite.metrics.rank_state import RankState
-from titanlite.metrics.run_callbacks import Watchdog
 from titanlite.metrics.watchdog import THREAD, HangWatchdog, _stack
 from titanlite.optim.bad_step_errors import BadStepError
 from titanlite.runs.attempts import read_entries
@@ -480,10 +480,10 @@ def test_a_rank_that_does_not_print_waits_for_one_that_does(
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv(exit_codes.VARIABLE, str(tmp_path / "codes"))
-    monkeypatch.setattr(failure, "PRINT_SECONDS", 0.3)
+    monkeypatch.setattr(error_exit, "PRINT_SECONDS", 0.3)
     for words in ("error: [rank 5] lost\n", ""):
         began = time.monotonic()
-        assert failure.print_error("lost", exit_codes.LOST_PEER) == exit_codes.LOST_PEER
+        assert error_exit.print_error("lost", exit_codes.LOST_PEER) == exit_codes.LOST_PEER
         assert time.monotonic() - began >= 0.3
         assert capsys.readouterr().err == words, "a rank has told the same"
 

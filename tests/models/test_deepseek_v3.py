@@ -18,10 +18,10 @@ from tests.support.llamas import tokens_of
 from tests.support.reference import in_our_names
 from titanlite.checkpoint.foreign_formats import open_weights
 from titanlite.models import get_spec, resolve_args
+from titanlite.models.argument_fields import deciding
 from titanlite.models.counts import count_active_parameters
 from titanlite.models.deepseek_v3 import DeepSeekV3Args
 from titanlite.models.families import family_of
-from titanlite.models.fields import deciding
 from titanlite.models.spec import ShapeError
 
 SPEC = get_spec("deepseek_v3")

@@ -20,11 +20,11 @@ from tests.support.tiny import KEPT_TOKENS
 from titanlite import build
 from titanlite.assembly.datasets import read_datasets
 from titanlite.checkpoint.manifest import read_manifest
-from titanlite.cli.hub.convert import convert
+from titanlite.cli.hub.export_weights import convert
 from titanlite.config.errors import ConfigError
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import SPECS, get_spec
-from titanlite.models.fields import deciding
+from titanlite.models.argument_fields import deciding
 from titanlite.resolve.load import check_config
 from titanlite.trainer import Trainer
 

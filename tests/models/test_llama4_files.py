@@ -21,7 +21,7 @@ from tests.support.reference import in_our_names
 from titanlite import build
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.foreign_formats import open_weights
-from titanlite.cli.hub.convert import convert
+from titanlite.cli.hub.export_weights import convert
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import get_spec
 from titanlite.models.families import family_of

@@ -34,7 +34,7 @@ def divided(world: DistEnv, dtype: torch.dtype, compiled: bool) -> dict[str, Any
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import parallelize_module
 
-    from titanlite.parallel.whole_norm import DividedNorm
+    from titanlite.parallel.tensor_norm import DividedNorm
 
     torch.manual_seed(0)
     whole = WholeNorm(32, eps=1e-6)

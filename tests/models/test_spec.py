@@ -17,7 +17,7 @@ from titanlite.assembly.fingerprints import weights_fingerprints
 from titanlite.models import Init, LlamaArgs, ShapeError, get_spec, resolve_args
 from titanlite.models import llama_hf as hf
 from titanlite.models.args import as_record, from_record
-from titanlite.models.fields import argument, deciding
+from titanlite.models.argument_fields import argument, deciding
 from titanlite.models.layers import Llama
 from titanlite.models.llama import decoder_spec
 

@@ -18,9 +18,9 @@ from tests.support.watch import Watch
 from titanlite.data.loader import Batch
 from titanlite.dist import ParallelismError
 from titanlite.dist.dist_env import DistEnv
-from titanlite.features.context.attention import ContextAttention, apply_cp
+from titanlite.features.context.balanced_chunks import CPRank
+from titanlite.features.context.gathered_attention import ContextAttention, apply_cp
 from titanlite.features.context.loader import split_batch
-from titanlite.features.context.ranks import CPRank
 from titanlite.models import get_spec
 from titanlite.models.rope import Rope
 

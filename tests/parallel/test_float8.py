@@ -40,7 +40,7 @@ from tests.support.harness import (
     train,
 )
 from tests.support.pool import Pools
-from titanlite.checkpoint.storage import gather
+from titanlite.checkpoint.state_dict import gather
 from titanlite.config.sections import ActivationCheckpoint, Compile, Config, Float8, Training
 from titanlite.dist.dist_env import DistEnv
 from titanlite.features.float8.choice import too_small

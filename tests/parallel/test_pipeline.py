@@ -27,7 +27,7 @@ from tests.support.reference import Curve
 from tests.support.watch import GATHER, REDUCE, Wire
 from titanlite.dist import ParallelismError
 from titanlite.dist.dist_env import DistEnv
-from titanlite.features.pipeline.split import split_stages
+from titanlite.features.pipeline.stage_layout import split_stages
 from titanlite.features.pipeline.stages import PipelineModel, cut_stages
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import LlamaArgs

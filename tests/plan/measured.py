@@ -11,7 +11,7 @@ from typing import Any
 from tests.support.allocated import peak_bytes
 from tests.support.tiny import KEPT_TOKENS
 from titanlite.assembly.build import build
-from titanlite.cli.plan.memory_meter import MemoryMeter
+from titanlite.cli.plan.memory_tracker import MemoryMeter
 from titanlite.data.loader import Batch, to_device
 from titanlite.dist.dist_env import DistEnv
 from titanlite.plan.parts import RankMemory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from titanlite.cli.plan.memory_meter import MemoryMeter
+from titanlite.cli.plan.memory_tracker import MemoryMeter
 
 KB = 1024
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from titanlite.assembly.failure import first_here
+from titanlite.assembly.error_exit import first_here
 from titanlite.callbacks import CallbackError
 from titanlite.config.keys import keys
 from titanlite.data import DataError

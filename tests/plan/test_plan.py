@@ -16,7 +16,7 @@ from titanlite.plan.plan import checkpoint_bytes, make_plan
 from titanlite.plan.text import plan_text, verdict
 from titanlite.resolve.load import check_config
 from titanlite.run.config import RunConfig
-from titanlite.runs.tables import Style
+from titanlite.runs.text_tables import Style
 
 
 def planned(file: str, ranks: int, *flags: str) -> RunConfig:
@@ -28,7 +28,7 @@ def planned(file: str, ranks: int, *flags: str) -> RunConfig:
 def test_the_size_of_a_checkpoint_is_that_of_its_tensors(name: str) -> None:
     import torch
 
-    from titanlite.checkpoint.storage import gather
+    from titanlite.checkpoint.state_dict import gather
     from titanlite.optim.optimizer import build_optimizer
 
     dtype = "float32" if name == "Muon" else "bfloat16"

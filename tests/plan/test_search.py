@@ -19,7 +19,7 @@ from titanlite.plan.hardware import Cluster, find_gpu
 from titanlite.plan.parts import GIB, needed_bytes
 from titanlite.plan.plan import formula, make_plan
 from titanlite.resolve.load import check_config
-from titanlite.runs.tables import Style
+from titanlite.runs.text_tables import Style
 
 CONFIGS = ROOT / "train_configs"
 H100 = Cluster(find_gpu("h100-80g"), 4, 1, 200e9)

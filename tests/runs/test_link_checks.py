@@ -57,7 +57,7 @@ BY_NAME = Counter(
         "contrib/hub/command.py": 1,
         "contrib/resilience/write.py": 1,
         "features/lora/peft.py": 2,
-        "assembly/failure.py": 2,
+        "assembly/error_exit.py": 2,
         "runs/lock.py": 5,
         "assembly/rank_checks.py": 1,
         "cli/launch.py": 2,

@@ -181,8 +181,8 @@ LATE = """
 import sys, time
 import torch.distributed.elastic.utils.store as store
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-from titanlite.dist import agents
-agents.GOOD_SECONDS = agents.BAD_SECONDS = 300.0
+from titanlite.dist import rendezvous_end
+rendezvous_end.GOOD_SECONDS = rendezvous_end.BAD_SECONDS = 300.0
 Handler = dynamic_rendezvous.DynamicRendezvousHandler
 from titanlite.torchrun import main
 

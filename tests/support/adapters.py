@@ -12,7 +12,7 @@ import torch
 from tests.support.harness import full
 from tests.support.whole_runs import make_trainer, outcome_of
 from titanlite.callbacks import Callback
-from titanlite.checkpoint.storage import adapter_names
+from titanlite.checkpoint.state_dict import adapter_names
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import get_spec
 

@@ -17,7 +17,7 @@ from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, digest_of
 from titanlite.checkpoint.retention import begin, publish
 from titanlite.checkpoint.store_paths import AnyPath, entries
-from titanlite.cli.hub.tensors import Contents, compare
+from titanlite.cli.hub.compare_checkpoints import Contents, compare
 from titanlite.config.sections import Checkpoint
 from titanlite.dist.dist_env import DistEnv
 from titanlite.features.float8.gathered import ScalePrecompute

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from tests.support.faults import before_steps
 from titanlite import main as entry
-from titanlite.data.hashes import batch_hash
+from titanlite.data.batch_hash import batch_hash
 
 
 def main() -> NoReturn:

@@ -11,7 +11,7 @@ from titanlite.runs.lines import read_metrics
 def differing(left: Path, right: Path) -> list[str]:
     """Return the tensors of two checkpoints that are not equal bit for bit."""
     # It imports torch.
-    from titanlite.cli.hub.tensors import Contents, compare
+    from titanlite.cli.hub.compare_checkpoints import Contents, compare
 
     found = compare(Contents(left), Contents(right))
     return [one.name for one in found if one.elements or one.left != one.right]

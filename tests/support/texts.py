@@ -11,8 +11,8 @@ import pytest
 
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import Training
+from titanlite.data.dataset_builder import build_dataset
 from titanlite.data.sequences import PackedDataset
-from titanlite.data.text import build_dataset
 from titanlite.data.tokenize_files import Corpus
 from titanlite.data.tokenizer import load_tokenizer
 

@@ -11,7 +11,7 @@ from tests.support.faults import NO_FAULT, Fault
 from tests.support.run_results import checkpoint, differing
 from tests.support.tiny import EIGHT_STEPS
 from titanlite.checkpoint.manifest import read_manifest
-from titanlite.data.hashes import add_hashes
+from titanlite.data.batch_hash import add_hashes
 from titanlite.runs.lines import read_lines, read_metrics
 
 STEPS = 8

@@ -15,7 +15,7 @@ import torch
 
 from tests.support.harness import W2, Run, batches, equal_states, run_stages, state_of, stepper
 from tests.support.pool import Pools
-from titanlite.checkpoint.storage import find_nonfinite
+from titanlite.checkpoint.state_dict import find_nonfinite
 from titanlite.dist.dist_env import DistEnv
 from titanlite.loss import cross_entropy_sum
 from titanlite.optim.bad_step_errors import BadStepError

@@ -30,7 +30,7 @@ from titanlite.assembly.datasets import read_datasets
 from titanlite.checkpoint import manager
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, steps_in
-from titanlite.cli.hub.tensors import Contents, compare
+from titanlite.cli.hub.compare_checkpoints import Contents, compare
 from titanlite.config.sections import Checkpoint
 from titanlite.dist.dist_env import DistEnv
 from titanlite.loss import cross_entropy_sum

@@ -21,9 +21,9 @@ from titanlite.assembly.datasets import read_datasets
 from titanlite.assembly.phase_resize import Resizer
 from titanlite.config.data_sections import DataPhase
 from titanlite.config.run_sections import Comm, Stall
-from titanlite.data.hashes import add_hashes
+from titanlite.data.batch_hash import add_hashes
 from titanlite.data.phases import Phases
-from titanlite.metrics import run_callbacks, timeouts
+from titanlite.metrics import housekeeping, timeouts
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.resolve.load import load_config
 from titanlite.run.features import moe_layers_of
@@ -258,7 +258,7 @@ def test_a_step_of_another_size_has_the_patience_of_a_first_step(
     monkeypatch.setattr(timeouts, "set_timeout", lambda time: limits.append(time.seconds))
     phases = Phases([DataPhase(step=3, seq_len=2, global_batch_size=4)], {}, 8, 8)
     watch: Any = HangWatchdog(Stall(), Comm(), end=None)
-    every = [run_callbacks.Watchdog(watch, entered=True), timeouts.Timeouts(300, 100)]
+    every = [housekeeping.Watchdog(watch, entered=True), timeouts.Timeouts(300, 100)]
     trainer: Any = SimpleNamespace(parts=SimpleNamespace(course=phases.course()))
     patient = []
     for step in range(1, 6):

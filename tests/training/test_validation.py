@@ -16,8 +16,8 @@ from tests.support.whole_runs import make_trainer, outcome_of, train_run
 from titanlite.assembly.datasets import read_held_out
 from titanlite.checkpoint.manifest import read_manifest, steps_in
 from titanlite.config.errors import ConfigError
+from titanlite.data.dataset_builder import TextReader
 from titanlite.data.sequences import PackedDataset
-from titanlite.data.text import TextReader
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.dist.dist_env import DistEnv
 from titanlite.resolve.load import load_config

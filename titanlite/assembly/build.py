@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from titanlite.checkpoint.manager import Checkpointer
     from titanlite.data.phases import Phases
     from titanlite.features.ema.average import WeightAverage
-    from titanlite.metrics.anomalies import AnomalyLog
-    from titanlite.metrics.position import Position
+    from titanlite.metrics.bad_step_log import AnomalyLog
+    from titanlite.metrics.phase_tracker import Position
 
 
 @dataclass
@@ -121,7 +121,7 @@ class TrainingComponents:
     @cached_property
     def anomalies(self) -> AnomalyLog:
         """What reports bad steps."""
-        from titanlite.metrics.anomalies import AnomalyLog
+        from titanlite.metrics.bad_step_log import AnomalyLog
 
         folder = Path(self.run.job.dump_folder) if self.world.rank == 0 else None
         return AnomalyLog(folder, self.datasets.train, self.run.course, self.loaders.share)

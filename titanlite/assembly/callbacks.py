@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from titanlite.assembly.start_report import StartReport
 from titanlite.callbacks import Callback
 from titanlite.data.text_report import checks_of
-from titanlite.metrics.observer import MetricsLogger
-from titanlite.metrics.position import Position
-from titanlite.metrics.run_callbacks import (
+from titanlite.metrics.housekeeping import (
     AttemptRecord,
     GarbageCollection,
     Watchdog,
 )
+from titanlite.metrics.metrics_logger import MetricsLogger
+from titanlite.metrics.phase_tracker import Position
 from titanlite.metrics.throughput import Throughput, device_name
 from titanlite.runs.provenance import public_config
 
@@ -43,7 +43,7 @@ def build_callbacks(
         every.append(Timeouts(run.comm.init_timeout_seconds, run.comm.train_timeout_seconds))
     checks = checks_of([parts.datasets.train, *parts.datasets.validation.values()])
     if checks:
-        from titanlite.data.token_hashes import TokenHashes
+        from titanlite.data.token_hash_callback import TokenHashes
 
         every.append(TokenHashes(checks))
     garbage = GarbageCollection(run.training.gc_freq)

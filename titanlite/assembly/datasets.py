@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from titanlite.config.errors import refuse, unfit
+from titanlite.data.dataset_builder import Share, TextReader, alone
 from titanlite.data.rows import Rows
-from titanlite.data.text import Share, TextReader, alone
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.run.config import RunConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from threading import Thread
 
 from titanlite.config.checks import is_there
-from titanlite.config.dataset_names import BUNDLED_TOKENIZER_NAME
+from titanlite.config.dataset_registry import BUNDLED_TOKENIZER_NAME
 from titanlite.run.config import RunConfig
 
 #: Number of records that are read of each text.
@@ -41,7 +41,7 @@ def _look(run: RunConfig) -> None:
     if path != BUNDLED_TOKENIZER_NAME and not is_there(path):
         return
     from titanlite.assembly.datasets import text_reader
-    from titanlite.data.named_texts import held_out_texts, training_texts
+    from titanlite.data.dataset_sources import held_out_texts, training_texts
     from titanlite.data.tokenizer import load_tokenizer
 
     reader = text_reader(run, load_tokenizer(path, run.model.name))

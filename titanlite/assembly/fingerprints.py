@@ -10,7 +10,7 @@ from typing import Any
 
 from titanlite.assembly.datasets import Datasets
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.models.fields import is_of_training
+from titanlite.models.argument_fields import is_of_training
 from titanlite.utils import is_dotted
 
 #: Left out of the arguments of any model, as in checkpoints of 0.2.0: weights of routers' losses.

@@ -13,7 +13,7 @@ from titanlite.checkpoint.errors import CheckpointError
 from titanlite.config.errors import ConfigError, unfit
 from titanlite.config.run_sections import Job
 from titanlite.config.sections import Checkpoint
-from titanlite.runs.link_checks import refuse_links
+from titanlite.runs.symlink_checks import refuse_links
 from titanlite.utils import LinkError, atomic_write, logger
 
 if TYPE_CHECKING:

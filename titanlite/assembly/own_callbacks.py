@@ -7,9 +7,9 @@ from typing import Any
 
 from titanlite import doors
 from titanlite.callbacks import Callback
-from titanlite.config.dotted_keys import HINT
 from titanlite.config.dotted_paths import resolve_as
 from titanlite.config.errors import Problem, refuse
+from titanlite.config.import_path_keys import HINT
 
 
 def load_callbacks(paths: Sequence[str], where: str = "") -> list[Callback]:

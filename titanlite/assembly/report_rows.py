@@ -13,7 +13,7 @@ import torch
 
 from titanlite import __version__
 from titanlite.assembly.tested_machines import accelerator_warning
-from titanlite.config.dataset_names import BUNDLED_TOKENIZER_NAME
+from titanlite.config.dataset_registry import BUNDLED_TOKENIZER_NAME
 from titanlite.config.urls import public_name
 from titanlite.data.text_report import file_lines, file_warnings, pass_warnings
 from titanlite.metrics.throughput import device_name, total_memory_bytes

@@ -41,7 +41,7 @@ def build_saves(
 
     Raises ConfigError if the model has no form for Hugging Face.
     """
-    from titanlite.data.tokenizer.files import hf_files
+    from titanlite.data.tokenizer.export_files import hf_files
     from titanlite.data.tokenizer.load_local import tokenizer_path
 
     if run.checkpoint.last_save_in_hf:

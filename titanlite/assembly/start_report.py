@@ -14,7 +14,7 @@ from titanlite.utils import counted, logger
 if TYPE_CHECKING:
     from titanlite.assembly.build import TrainingComponents
     from titanlite.checkpoint.loaded import LoadedState
-    from titanlite.metrics.run_callbacks import AttemptRecord
+    from titanlite.metrics.housekeeping import AttemptRecord
     from titanlite.trainer import Trainer
 
 #: The key of what a new run starts from.
@@ -65,7 +65,7 @@ class StartReport(Callback):
             yield from loaded.notices
             if "dataloader" not in loaded.left_out and "data" in loaded.train:
                 from titanlite.data.skip_ranges import served_already
-                from titanlite.metrics.anomalies import steps_text
+                from titanlite.metrics.bad_step_log import steps_text
 
                 for first, end in served_already(self._parts.loaders.skip, loaded.train["data"]):
                     steps = steps_text(first, end, self._parts.run.course)

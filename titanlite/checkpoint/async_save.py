@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from titanlite.checkpoint.errors import CheckpointError
-from titanlite.checkpoint.storage import Tensors, in_words, new_group
+from titanlite.checkpoint.state_dict import Tensors, in_words, new_group
 from titanlite.checkpoint.store_paths import AnyPath
 from titanlite.dist.dist_env import DistEnv, gather_objects
 from titanlite.dist.local_parts import plain_local

@@ -30,7 +30,7 @@ from titanlite.checkpoint.foreign_weights import total_bytes
 from titanlite.checkpoint.hf_files import HF_CONFIG, HF_INDEX, HF_SINGLE
 from titanlite.checkpoint.loaded import EXPERT_BIAS, WEIGHT
 from titanlite.checkpoint.manifest import PARTIAL
-from titanlite.checkpoint.storage import Save
+from titanlite.checkpoint.state_dict import Save
 from titanlite.checkpoint.store_paths import (
     AnyPath,
     StorePath,

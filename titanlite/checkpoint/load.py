@@ -19,7 +19,7 @@ from titanlite.checkpoint.dcp_files import CheckedReader, share, verify_files
 from titanlite.checkpoint.loaded import GROUPS, LEFT_OUT, LoadedState, group_of, weight_of
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.selection import Selection, select
-from titanlite.checkpoint.storage import (
+from titanlite.checkpoint.state_dict import (
     PLACES,
     RNG,
     Tensors,

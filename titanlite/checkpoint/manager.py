@@ -45,7 +45,7 @@ from titanlite.checkpoint.retention import (
     prune,
     publish,
 )
-from titanlite.checkpoint.storage import (
+from titanlite.checkpoint.state_dict import (
     PLACES,
     RNG,
     Save,

@@ -18,7 +18,7 @@ from titanlite.checkpoint.manifest import steps_in
 from titanlite.data import file_stamps
 from titanlite.data.loader import gather_state
 from titanlite.data.skip_ranges import skip_to
-from titanlite.data.state import StateError, check_loader
+from titanlite.data.state_checks import StateError, check_loader
 from titanlite.data.step_sizes import Progress
 from titanlite.optim.bad_step_errors import BadStepError
 from titanlite.runs.jsonl import FILE

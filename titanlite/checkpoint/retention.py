@@ -43,7 +43,7 @@ from titanlite.checkpoint.store_paths import (
     sync_folder,
     write_new,
 )
-from titanlite.runs.link_checks import refuse_links
+from titanlite.runs.symlink_checks import refuse_links
 from titanlite.utils import atomic_write, logger
 
 if TYPE_CHECKING:

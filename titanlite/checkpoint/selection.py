@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.loaded import GROUPS, WEIGHT
-from titanlite.runs.tables import Table, render
+from titanlite.runs.text_tables import Table, render
 
 #: Kinds of differences.
 MISSING = "missing"

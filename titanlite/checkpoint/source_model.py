@@ -26,8 +26,8 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.store_paths import AnyPath
 from titanlite.config.toml import quote
+from titanlite.models.argument_fields import checked_fields, deciding
 from titanlite.models.families import builtin_family
-from titanlite.models.fields import checked_fields, deciding
 from titanlite.models.rope_scaling import Scaling
 from titanlite.models.spec import ModelSpec
 from titanlite.utils import is_dotted, parse_json

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.callbacks import Callback
 from titanlite.checkpoint.loaded import RESUME, LoadedState
-from titanlite.data.hashes import add_hashes, step_hash
+from titanlite.data.batch_hash import add_hashes, step_hash
 from titanlite.data.skip_ranges import Range
 from titanlite.dist.dist_env import gather_objects
 from titanlite.runs.config_changes import config_changes

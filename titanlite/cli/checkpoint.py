@@ -21,6 +21,7 @@ from titanlite.checkpoint.manifest import (
     steps_in,
 )
 from titanlite.checkpoint.store_paths import AnyPath, to_path
+from titanlite.cli.argument_parser import Commands, add_group, add_to_group
 from titanlite.cli.checkpoint_folders import (
     INVALID,
     NEWER,
@@ -29,12 +30,11 @@ from titanlite.cli.checkpoint_folders import (
     list_checkpoints,
     verify,
 )
-from titanlite.cli.parser import Commands, add_group, add_to_group
-from titanlite.runs.tables import Table, render
+from titanlite.runs.text_tables import Table, render
 from titanlite.utils import counted, human_bytes, human_time, say
 
 if TYPE_CHECKING:
-    from titanlite.cli.hub.tensors import TensorDifference
+    from titanlite.cli.hub.compare_checkpoints import TensorDifference
 
 Answer = tuple[str, int]
 #: Exit status of `diff`, as that of the program of that name.
@@ -144,7 +144,7 @@ def _verify(arguments: argparse.Namespace) -> Answer:
 
 def _diff(arguments: argparse.Namespace) -> Answer:
     folders = [checkpoint_of(path) for path in (arguments.left, arguments.right)]
-    from titanlite.cli.hub.tensors import Contents, compare
+    from titanlite.cli.hub.compare_checkpoints import Contents, compare
 
     left, right = (Contents(folder) for folder in folders)
     found = list(compare(left, right))

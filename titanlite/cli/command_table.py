@@ -6,7 +6,7 @@ A command's module is imported only when that command runs, or for the list of a
 from __future__ import annotations
 
 from titanlite import doors
-from titanlite.cli.parser import Parser
+from titanlite.cli.argument_parser import Parser
 
 #: Command of the core → the function that adds it to argparse. `titanlite.doors` has the others.
 COMMANDS = {

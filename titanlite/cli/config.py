@@ -6,7 +6,7 @@ import argparse
 import os
 from dataclasses import replace
 
-from titanlite.cli.parser import (
+from titanlite.cli.argument_parser import (
     FILES,
     FLAGS,
     Commands,
@@ -26,7 +26,7 @@ from titanlite.config.value_types import Section
 from titanlite.models.families import SPECS
 from titanlite.resolve.load import check_config, unnamed_tokenizer
 from titanlite.run.config import RunConfig
-from titanlite.runs.tables import Style
+from titanlite.runs.text_tables import Style
 from titanlite.utils import REMOVED, counted
 
 

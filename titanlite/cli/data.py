@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 from titanlite import exit_codes
-from titanlite.cli.parser import FLAGS, Commands, add_group, add_to_group
+from titanlite.cli.argument_parser import FLAGS, Commands, add_group, add_to_group
 from titanlite.config.data_sections import TextFormat
 from titanlite.data import DataError
 from titanlite.utils import cores, say
@@ -68,7 +68,7 @@ def add_commands(commands: Commands) -> None:
 
 def _prepare(arguments: argparse.Namespace) -> str | tuple[str, int]:
     from titanlite.cli.prepare import prepare
-    from titanlite.cli.prepare_tasks import Options, list_source
+    from titanlite.cli.prepare_work_units import Options, list_source
     from titanlite.config.data_sections import Data
     from titanlite.data.text_files import columns_of
     from titanlite.data.tokenizer import load_tokenizer

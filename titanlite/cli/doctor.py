@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING
 
 from titanlite import exit_codes
 from titanlite.assembly.tested_machines import accelerator_warning
-from titanlite.cli.parser import FLAGS, Commands, add_files, files_of, new_command
+from titanlite.cli.argument_parser import FLAGS, Commands, add_files, files_of, new_command
 from titanlite.dist.interfaces import INTERFACES, interface_problem
 from titanlite.resolve.load import check_config
 from titanlite.runs.provenance import versions
-from titanlite.runs.tables import Style
+from titanlite.runs.text_tables import Style
 from titanlite.utils import cores, counted, human_bytes, public, sync
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from typing import Any
 from titanlite import exit_codes
 from titanlite.checkpoint.store_paths import to_path
 from titanlite.cli import at_least
+from titanlite.cli.argument_parser import FLAGS, Commands, new_command, no_flags
 from titanlite.cli.checkpoint_folders import check_weights
 from titanlite.cli.eval_losses import evaluate_rank
 from titanlite.cli.loading import add_arguments, load_model
-from titanlite.cli.parser import FLAGS, Commands, new_command, no_flags
 from titanlite.cli.run_figures import to_json
 from titanlite.config.errors import bad_flag
 from titanlite.utils import say

@@ -28,7 +28,7 @@ from titanlite.config.unsupported_keys import NAMES, UNSUPPORTED
 from titanlite.dist.launch_env import read_launch_env
 from titanlite.resolve.load import resolve
 from titanlite.run.config import RunConfig
-from titanlite.runs.tables import Table, render
+from titanlite.runs.text_tables import Table, render
 from titanlite.utils import logger, require, say
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _is_of_another_version(problem: Problem) -> bool:
 
 def evaluate_rank(arguments: argparse.Namespace) -> int:
     """Be one rank, to its end; rank 0 prints the losses. Return the exit code."""
-    from titanlite.assembly import failure
+    from titanlite.assembly import error_exit
 
     try:
         env = read_launch_env()
@@ -154,7 +154,7 @@ def evaluate_rank(arguments: argparse.Namespace) -> int:
     except Exception as error:
         if exit_codes.code_of(error) == exit_codes.ERROR:
             raise
-        return failure.print_error(str(error), exit_codes.code_of(error))
+        return error_exit.print_error(str(error), exit_codes.code_of(error))
     if env.rank == 0:
         single = run.validation.dataset_path or run.validation.dataset
         losses = {name or single: one for name, one in result.sources.items()}

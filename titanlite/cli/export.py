@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import progress
 from titanlite.checkpoint.store_paths import files_in, to_path
+from titanlite.cli.argument_parser import BASE, EMA, Commands, new_command
 from titanlite.cli.checkpoint_folders import check_weights
-from titanlite.cli.parser import BASE, EMA, Commands, new_command
 from titanlite.config import trust
-from titanlite.config.dataset_names import BUNDLED_TOKENIZER_NAME
+from titanlite.config.dataset_registry import BUNDLED_TOKENIZER_NAME
 from titanlite.utils import human_bytes, human_time, say
 
 if TYPE_CHECKING:
-    from titanlite.cli.hub.convert import ModelOf
+    from titanlite.cli.hub.export_weights import ModelOf
 
 
 PRECISIONS = ("float32", "bfloat16", "float16")
@@ -61,7 +61,7 @@ def add_command(commands: Commands) -> None:
 
 def _run(arguments: argparse.Namespace) -> str:
     check_weights(arguments.source)
-    from titanlite.cli.hub.convert import convert
+    from titanlite.cli.hub.export_weights import convert
 
     started = time.perf_counter()
     written = convert(
@@ -81,7 +81,7 @@ def _run(arguments: argparse.Namespace) -> str:
 
 
 def _model_of(file: str) -> ModelOf:
-    from titanlite.cli.hub.convert import ModelOf
+    from titanlite.cli.hub.export_weights import ModelOf
     from titanlite.resolve.load import check_config
 
     run = check_config([f"--job.config_file={file}"], training=False)[1]

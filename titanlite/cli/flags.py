@@ -8,7 +8,7 @@ from typing import get_origin
 
 from titanlite.config.aliases import type_of_name
 from titanlite.config.key_types import base, choices, members
-from titanlite.config.written_values import CONFIG_FILE, begins_option, flag_name
+from titanlite.config.raw_values import CONFIG_FILE, begins_option, flag_name
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:

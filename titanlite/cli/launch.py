@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titanlite import exit_codes
-from titanlite.cli.parser import FLAGS, Commands, add_files, files_of, new_command
+from titanlite.cli.argument_parser import FLAGS, Commands, add_files, files_of, new_command
 from titanlite.config.checks import broken, closed_urls
 from titanlite.config.errors import ConfigError, Problem, nearest, refuse, unfit
 from titanlite.launch.job import CONFIG, Job, LaunchError

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.store_paths import to_path
 from titanlite.cli import at_least
-from titanlite.cli.parser import BASE, EMA, Parser
+from titanlite.cli.argument_parser import BASE, EMA, Parser
 from titanlite.config import trust
-from titanlite.config.dataset_names import BUNDLED_TOKENIZER_NAME
+from titanlite.config.dataset_registry import BUNDLED_TOKENIZER_NAME
 from titanlite.config.errors import bad_flag
 from titanlite.config.toml import loads
 from titanlite.data import DataError
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from titanlite.cli.hub.convert import Source
+    from titanlite.cli.hub.export_weights import Source
 
 CHECKPOINT = (
     "a run, its folder of checkpoints (the newest valid one), one step-N, or a Hugging Face folder"
@@ -88,8 +88,8 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
     """
     import torch
 
-    from titanlite.cli.hub.convert import open_source
-    from titanlite.cli.hub.tensors import empty_model, fill
+    from titanlite.cli.hub.compare_checkpoints import empty_model, fill
+    from titanlite.cli.hub.export_weights import open_source
     from titanlite.metrics.console import setup_console
     from titanlite.models import get_spec
 

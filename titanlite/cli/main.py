@@ -10,11 +10,11 @@ from types import TracebackType
 
 from titanlite import doors, exit_codes
 from titanlite.assembly.tested_machines import system_problem
+from titanlite.cli.argument_parser import no_flags
 from titanlite.cli.command_table import COMMANDS, make_parser, place_of, top_parser
 from titanlite.cli.flags import split_flags
-from titanlite.cli.parser import no_flags
 from titanlite.config.errors import ConfigError
-from titanlite.runs.tables import Style
+from titanlite.runs.text_tables import Style
 from titanlite.utils import (
     escape,
     missing_package,

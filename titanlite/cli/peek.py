@@ -14,7 +14,7 @@ from titanlite.data.rows import IGNORE, Row, Rows
 from titanlite.data.text_report import file_lines, file_warnings
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.run.config import RunConfig
-from titanlite.runs.tables import Style
+from titanlite.runs.text_tables import Style
 from titanlite.utils import counted, human_bytes
 
 

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.checkpoint.manifest import digest_of, new_hash
-from titanlite.cli.prepare_tasks import (
+from titanlite.cli.prepare_work_units import (
     Options,
     Task,
     divide,

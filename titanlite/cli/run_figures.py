@@ -9,7 +9,7 @@ from typing import Any
 
 from titanlite.runs.goodput import goodput_of
 from titanlite.runs.read import Run
-from titanlite.runs.tables import Table
+from titanlite.runs.text_tables import Table
 from titanlite.utils import human_time
 
 NONE = "–"

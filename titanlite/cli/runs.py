@@ -8,14 +8,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from titanlite.cli.parser import Commands, new_command
+from titanlite.cli.argument_parser import Commands, new_command
 from titanlite.cli.run_figures import NONE, last, number, state_words, table, to_json
 from titanlite.config.errors import bad_flag
 from titanlite.runs import ATTEMPTS
 from titanlite.runs.attempts import read_attempts
 from titanlite.runs.goodput import goodput_of
 from titanlite.runs.read import TASKS, Run, find_runs, read_run
-from titanlite.runs.tables import Table, render
+from titanlite.runs.text_tables import Table, render
 from titanlite.utils import escape_name
 
 

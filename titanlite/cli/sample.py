@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.store_paths import to_path
 from titanlite.cli import at_least
+from titanlite.cli.argument_parser import Commands, new_command
 from titanlite.cli.checkpoint_folders import check_weights
 from titanlite.cli.loading import LoadedModel, add_arguments, load_model
-from titanlite.cli.parser import Commands, new_command
 from titanlite.cli.run_figures import to_json
 from titanlite.utils import counted, escape, say
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from titanlite import exit_codes
-from titanlite.cli.parser import FLAGS, Commands, add_files, files_of, new_command
+from titanlite.cli.argument_parser import FLAGS, Commands, add_files, files_of, new_command
 from titanlite.config.errors import bad_flag
 from titanlite.config.load import read
 from titanlite.dist.count_gpus import count_gpus

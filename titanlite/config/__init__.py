@@ -4,6 +4,6 @@
 - `load` reads the layers: `toml` and `variables` find values, `aliases` and `dialect` turn names of
   torchtitan into ours, `value_types` and `value_problems` judge each value by itself.
 - `checks` and `idle_keys` compare keys with each other; `errors` has `Problem` and `ConfigError`.
-- `trust` says what a file of somebody else may not do; `dotted_keys` and `own_functions` name code
-  of the user.
+- `trust` says what a file of somebody else may not do; `import_path_keys` and `own_functions` name
+  code of the user.
 """

@@ -20,9 +20,9 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from titanlite import doors
-from titanlite.config import dotted_keys
+from titanlite.config import import_path_keys
 from titanlite.config.data_sections import Data, DataPhase, DataSource, steps_of
-from titanlite.config.dataset_names import BUNDLED_TOKENIZER_NAME, fetch_hint, name_problem
+from titanlite.config.dataset_registry import BUNDLED_TOKENIZER_NAME, fetch_hint, name_problem
 from titanlite.config.decays import DECAYS
 from titanlite.config.errors import Problem
 from titanlite.config.keys import keys
@@ -314,7 +314,7 @@ RULES: tuple[ConfigRule, ...] = (
     _texts,
     _phases,
     _trackers,
-    dotted_keys.missing,
+    import_path_keys.missing,
 )
 
 

@@ -19,7 +19,7 @@ from titanlite.config.unsupported_keys import UNSUPPORTED
 
 if TYPE_CHECKING:
     from titanlite.config.load import Layers
-    from titanlite.config.written_values import Entry
+    from titanlite.config.raw_values import Entry
 
 
 class Later(msgspec.Struct, frozen=True):

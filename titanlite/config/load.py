@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace as replace_fields
 
-from titanlite.config import dotted_keys
+from titanlite.config import import_path_keys
 from titanlite.config.aliases import (
     ALIASES,
     CONVERTED,
@@ -33,11 +33,11 @@ from titanlite.config.checks import RULES, broken
 from titanlite.config.errors import Problem, Source, nearest, refuse
 from titanlite.config.keys import OTHERS, fits, keys, sections, table_of
 from titanlite.config.loaded import EXCLUSIVE, LoadedConfig
+from titanlite.config.raw_values import SWEEP, Entry, command_line_entries, file_entries
 from titanlite.config.sections import Config
 from titanlite.config.toml import loads, quote
 from titanlite.config.trust import Claim, Origin, refusals
 from titanlite.config.unsupported_keys import NAMES, UNSUPPORTED
-from titanlite.config.written_values import SWEEP, Entry, command_line_entries, file_entries
 
 USAGE = """\
 usage: train.py [--job.config_file FILE ...] [--section.key VALUE ...]
@@ -411,11 +411,11 @@ def _short(path: Path) -> str:
 
 
 def _anchored(key: str, value: Any, folder: Path) -> Any:
-    if key not in dotted_keys.ANCHORED or value is None:
+    if key not in import_path_keys.ANCHORED or value is None:
         return value
     if isinstance(value, str):
-        return dotted_keys.anchored(value, folder=folder)
-    return [dotted_keys.anchored(item, folder=folder) for item in value]
+        return import_path_keys.anchored(value, folder=folder)
+    return [import_path_keys.anchored(item, folder=folder) for item in value]
 
 
 def _of_entry(problem: Problem, entry: Entry) -> Problem:

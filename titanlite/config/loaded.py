@@ -16,7 +16,7 @@ from titanlite.config.trust import Claim, Origin
 from titanlite.utils import escape_name
 
 if TYPE_CHECKING:
-    from titanlite.config.written_values import Entry
+    from titanlite.config.raw_values import Entry
 
 EXCLUSIVE = (
     ("training.steps", "training.tokens", "training.epochs"),

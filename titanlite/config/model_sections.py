@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from titanlite.config.dataset_names import BUNDLED_TOKENIZER_NAME as BUNDLED
+from titanlite.config.dataset_registry import BUNDLED_TOKENIZER_NAME as BUNDLED
 from titanlite.config.decays import DECAYS, IN_WORDS
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.value_types import (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from titanlite.config import dotted_keys
+from titanlite.config import import_path_keys
 from titanlite.config.trust import Claim
 from titanlite.utils import is_dotted
 
@@ -48,7 +48,7 @@ def config_claims(place: str, key: str, written: Any, value: Any) -> Iterator[Cl
 
 
 def _dotted_paths(key: str, value: Any) -> Iterator[str]:
-    if key in dotted_keys.KEYS:
+    if key in import_path_keys.KEYS:
         names = [value] if isinstance(value, str) else value or []
         yield from (name for name in names if is_dotted(name))
     elif key in _TABLES:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from titanlite.config.errors import Problem
-from titanlite.config.written_values import Entry
+from titanlite.config.raw_values import Entry
 
 _MARK = re.compile(r"\$(?:(\$\{)|\{([A-Za-z_][A-Za-z0-9_]*)\}|\{)")
 _HINT = "set it, or write $${ for a literal ${"

@@ -1,11 +1,12 @@
 """Text in, batches out.
 
-- `text` turns the keys about text into sequences: whole (`text_files` → `tokenize_files` →
-  `sequences`), as a stream (`stream_files` → `stream`), or as token files (`token_files`).
+- `dataset_builder` turns the keys about text into sequences: whole (`text_files` →
+  `tokenize_files` → `sequences`), as a stream (`stream_files` → `stream`), or as token files
+  (`token_files`).
 - `rows` is their interface; `sequences` says what sequence i is; `mixtures/` mixes several sources.
 - `loader` cuts this rank's batches from the global order, `prefetch` prepares them ahead.
 - `tokenizer/` has the tokenizers, `chat` the conversations, `foreign/` tokens of other programs.
-- `phases` and `step_sizes` tell what changes in the course of a run; `state` checks what a
+- `phases` and `step_sizes` tell what changes in the course of a run; `state_checks` what a
   checkpoint holds of all this.
 """
 

@@ -14,7 +14,7 @@ from titanlite.config.toml import quote
 from titanlite.data import DataError
 from titanlite.data.file_kinds import KINDS, Format, why_no_text
 from titanlite.data.listing import FoundFile, Listing, Place, UnclearTextError, some_of
-from titanlite.data.splits import ALL_SPLITS, SPLIT_WORDS, are_apart, split_of
+from titanlite.data.split_names import ALL_SPLITS, SPLIT_WORDS, are_apart, split_of
 from titanlite.utils import counted, logger
 
 #: Reason → files, below their folder, that are not read for it.

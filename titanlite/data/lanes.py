@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data import DataError
+from titanlite.data.daemon_threads import Pool
 from titanlite.data.records import Record
 from titanlite.data.rows import Row, Window, make_row
 from titanlite.data.sequences import epoch_order
-from titanlite.data.state import StateError
+from titanlite.data.state_checks import StateError
 from titanlite.data.text_files import TextFiles
-from titanlite.data.threads import Pool
 from titanlite.data.tokenize_files import targets_of
 
 #: Characters of text that are tokenized at once.

@@ -18,7 +18,7 @@ import torch
 from titanlite.data import DataError, EndOfData, skip_ranges
 from titanlite.data.rows import Row, Rows, max_documents
 from titanlite.data.skip_ranges import Range
-from titanlite.data.state import check_loader
+from titanlite.data.state_checks import check_loader
 from titanlite.data.step_sizes import Course, StepSize
 from titanlite.dist.dist_env import gather_objects
 from titanlite.utils import counted

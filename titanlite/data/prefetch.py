@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from titanlite.data import EndOfData
+from titanlite.data.daemon_threads import Pool
 from titanlite.data.loader import Batch
-from titanlite.data.threads import Pool
 from titanlite.utils import logger
 
 #: Names of the threads begin so, as `threading.enumerate` and a debugger show them.

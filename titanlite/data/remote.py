@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from titanlite.config.urls import chain_problem, login_problem, public_name, store_needs
 from titanlite.data import DataError
-from titanlite.data.threads import ending
+from titanlite.data.daemon_threads import ending
 from titanlite.utils import (
     MissingPackageError,
     counted,

@@ -19,17 +19,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from titanlite.data import DataError
+from titanlite.data.daemon_threads import Pool
 from titanlite.data.file_stamps import FileStamps
 from titanlite.data.lanes import Lane, LaneReader, Place, ServedRow, StreamText
 from titanlite.data.rows import FilePlace, Row, Rows, make_row
-from titanlite.data.state import check_stream
+from titanlite.data.state_checks import check_stream
 from titanlite.data.text_files import TextFiles
-from titanlite.data.threads import Pool
 from titanlite.data.tokenize_files import PACKING, encode_record, workers_of
 from titanlite.utils import counted
 
 if TYPE_CHECKING:
-    from titanlite.data.text import Order, TextReader
+    from titanlite.data.dataset_builder import Order, TextReader
 
 #: Threads that read.
 _READERS = 8

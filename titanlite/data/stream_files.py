@@ -14,15 +14,15 @@ from dataclasses import replace
 from typing import Any, cast
 
 from titanlite.config.data_sections import DataSource
-from titanlite.config.dataset_names import HubText, hub_text
+from titanlite.config.dataset_registry import HubText, hub_text
 from titanlite.config.urls import public_name
 from titanlite.data import DataError
 from titanlite.data.choose_files import choose, listing_of, named_files
-from titanlite.data.connectivity import COPY, reach
+from titanlite.data.connection_check import COPY, reach
+from titanlite.data.dataset_sources import key_of
 from titanlite.data.file_kinds import Format, is_hidden
 from titanlite.data.file_stamps import stamp_of
 from titanlite.data.listing import FoundFile, Listing, Place
-from titanlite.data.named_texts import key_of
 from titanlite.data.records import Columns
 from titanlite.data.remote import (
     check_url,
@@ -31,7 +31,7 @@ from titanlite.data.remote import (
     url_to_fs,
     words,
 )
-from titanlite.data.splits import ALL_SPLITS
+from titanlite.data.split_names import ALL_SPLITS
 from titanlite.data.text_files import TextFiles
 from titanlite.utils import counted, logger, pip_install
 

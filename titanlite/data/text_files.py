@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from titanlite.config.data_sections import Data, DataSource
-from titanlite.config.dataset_names import REGISTERED, HubText
+from titanlite.config.dataset_registry import REGISTERED, HubText
 from titanlite.config.urls import public_name
 from titanlite.data import DataError
 from titanlite.data.file_kinds import Format

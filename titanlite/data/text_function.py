@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from titanlite.config.data_sections import DataSource
 from titanlite.config.own_functions import load_function
 from titanlite.data import DataError
-from titanlite.data.named_texts import key_of
+from titanlite.data.dataset_sources import key_of
 from titanlite.data.records import Columns, Record, strings_of
 from titanlite.data.text_files import columns_of
 from titanlite.data.tokenize_files import Corpus, tokenize
 
 if TYPE_CHECKING:
-    from titanlite.data.text import TextReader
+    from titanlite.data.dataset_builder import TextReader
 
 
 def own_corpus(reader: TextReader, source: DataSource, section: str) -> Corpus:

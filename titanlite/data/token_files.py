@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
+from titanlite.data.dataset_sources import key_of
 from titanlite.data.listing import Listing
 from titanlite.data.mapped_tokens import ORDER, Part
-from titanlite.data.named_texts import key_of
 from titanlite.data.rows import FilePlace
 from titanlite.data.token_cache import records_folder
 from titanlite.data.token_integrity import REPAIR, HashCheck
@@ -35,7 +35,7 @@ from titanlite.utils import counted
 
 if TYPE_CHECKING:
     from titanlite.config.data_sections import DataSource
-    from titanlite.data.text import TextReader
+    from titanlite.data.dataset_builder import TextReader
 
 #: Pieces of foreign files that are read at the start, and tokens in each.
 _PIECES = 256

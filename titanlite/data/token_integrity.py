@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data import DataError
-from titanlite.data.threads import Pool, ending
+from titanlite.data.daemon_threads import Pool, ending
 from titanlite.utils import not_a_link
 
 #: Seconds for which a part counts as whole.

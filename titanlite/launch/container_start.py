@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from titanlite.dist.count_gpus import count_gpus
-from titanlite.launch.instances import network_environment
+from titanlite.launch.efa_environment import network_environment
 from titanlite.plan.hardware import INSTANCES
 from titanlite.utils import parse_json
 

@@ -14,11 +14,11 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from titanlite import exit_codes
-from titanlite.config.dataset_names import BUNDLED_TOKENIZER_NAME
+from titanlite.config.dataset_registry import BUNDLED_TOKENIZER_NAME
 from titanlite.config.errors import Problem, refuse
 from titanlite.config.toml import quote_key
 from titanlite.config.urls import is_url
-from titanlite.launch.instances import network_environment
+from titanlite.launch.efa_environment import network_environment
 from titanlite.launch.job import CONFIG, Job, LaunchError, limit_seconds, render
 from titanlite.runs.config_changes import config_values
 from titanlite.runs.provenance import is_secret

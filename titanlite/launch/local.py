@@ -7,7 +7,7 @@ import shlex
 import sys
 from typing import NoReturn
 
-from titanlite.launch.instances import network_environment
+from titanlite.launch.efa_environment import network_environment
 from titanlite.launch.job import CONFIG, Job, LaunchError, render
 from titanlite.runs import ATTEMPTS
 from titanlite.runs.jsonl import FILE as METRICS_FILE

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from titanlite.config.errors import Problem, refuse
 from titanlite.config.urls import is_url
-from titanlite.launch.instances import network_environment
+from titanlite.launch.efa_environment import network_environment
 from titanlite.launch.job import Job, LaunchError, limit_seconds, render
 from titanlite.runs.logs import FOLDER as LOGS
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from titanlite.metrics.rank_state import RankState
-from titanlite.runs.tables import Table, render
+from titanlite.runs.text_tables import Table, render
 
 #: Ranks that the table shows.
 MAX_ROWS = 32

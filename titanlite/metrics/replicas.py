@@ -57,7 +57,7 @@ class EqualReplicas(Callback):
 
 def _shared_parts(model: nn.Module, ranks: int) -> dict[tuple[str, tuple[int, ...]], int]:
     """Return sums of bits by name and offset. ranks: that hold the same layers."""
-    from titanlite.checkpoint.storage import gather
+    from titanlite.checkpoint.state_dict import gather
 
     found = {}
     for name, tensor in gather(model).items():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from titanlite.callbacks import SLOW_PHASES, Callback
 from titanlite.dist.dist_env import set_timeout
-from titanlite.metrics.run_callbacks import has_new_size
+from titanlite.metrics.housekeeping import has_new_size
 
 if TYPE_CHECKING:
     from titanlite.step import StepResult

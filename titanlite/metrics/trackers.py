@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.metrics.boards import BackgroundWriter
-from titanlite.runs.link_checks import read_own
+from titanlite.runs.symlink_checks import read_own
 from titanlite.utils import atomic_write
 
 #: Project, or experiment, of the runs where the environment names none.

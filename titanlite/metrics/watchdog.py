@@ -48,7 +48,7 @@ from titanlite.dist.signals import StopRequested
 from titanlite.exit_codes import is_of_collectives
 from titanlite.metrics.console import console_handler
 from titanlite.metrics.hang_report import table, verdict  # never at a hang: files may hang too
-from titanlite.metrics.position import Position
+from titanlite.metrics.phase_tracker import Position
 from titanlite.metrics.rank_state import RankState
 from titanlite.runs import TRACES
 from titanlite.runs.logs import FOLDER as LOGS

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem
 from titanlite.config.trust import Origin, admit
+from titanlite.models.argument_fields import checked_fields, is_of_training
 from titanlite.models.families import get_spec
-from titanlite.models.fields import checked_fields, is_of_training
 from titanlite.models.spec import ModelSpec, ShapeError, names_like, shown
 from titanlite.utils import is_dotted
 

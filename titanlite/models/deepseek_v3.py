@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from titanlite.models.argument_fields import argument
 from titanlite.models.experts import family
 from titanlite.models.experts.arguments import ExpertArgs
-from titanlite.models.fields import argument
 from titanlite.models.hf_names import entry_of
 from titanlite.models.llama_hf import ENTRIES, EXPERT_NAMES, Entry, HFTable
 from titanlite.models.rope_scaling import YarnScaling

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from titanlite.models.argument_fields import argument
 from titanlite.models.experts import family
 from titanlite.models.experts.arguments import ExpertArgs
-from titanlite.models.fields import argument
 from titanlite.models.hf_names import entry_of, texts_of
 from titanlite.models.llama_hf import (
     ATTENTION_NAMES,
@@ -22,7 +22,7 @@ from titanlite.models.llama_hf import (
     HFTable,
     layer_types,
 )
-from titanlite.models.rope_hf import FULL
+from titanlite.models.rope_config_json import FULL
 from titanlite.models.rope_scaling import YarnScaling
 from titanlite.models.spec import ModelSpec, imported_when_called
 

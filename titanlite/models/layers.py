@@ -115,7 +115,7 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(args.dim, args.ffn_width, bias=False)
         self.gated = silu_mul
         if args.activation == "gelu_tanh":
-            from titanlite.models.gelu import gelu_mul
+            from titanlite.models.gelu_mul import gelu_mul
 
             self.gated = gelu_mul
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanlite.config.errors import Problem
 from titanlite.models import counts
-from titanlite.models.fields import argument, out_of_range
+from titanlite.models.argument_fields import argument, out_of_range
 from titanlite.models.rope_scaling import RopeScaling, Scaling
 from titanlite.models.spec import Init, ModelSpec, ShapeError, Size, imported_when_called
 
@@ -55,8 +55,8 @@ class AttentionKind(NamedTuple):
 class LlamaArgs:
     """A decoder's shape and arithmetic, and a few numbers of training.
 
-    A field's metadata tells its rules: `titanlite.models.fields`. Attributes without a field are
-    fixed for a family.
+    A field's metadata tells its rules (`titanlite.models.argument_fields`). Attributes without a
+    field are fixed for a family.
     """
 
     dim: int

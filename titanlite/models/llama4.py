@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from titanlite.models.argument_fields import argument
 from titanlite.models.experts import family
 from titanlite.models.experts.arguments import ExpertArgs
-from titanlite.models.fields import argument
 from titanlite.models.hf_names import entry_of, texts_of
 from titanlite.models.llama import Rotary
 from titanlite.models.llama_hf import (
@@ -25,7 +25,7 @@ from titanlite.models.llama_hf import (
     Entry,
     HFTable,
 )
-from titanlite.models.rope_hf import FULL
+from titanlite.models.rope_config_json import FULL
 from titanlite.models.rope_scaling import RopeScaling
 from titanlite.models.spec import ModelSpec, ShapeError, imported_when_called
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanlite.models.hf_names import HFName, entry_of
 from titanlite.models.llama import LlamaArgs
-from titanlite.models.rope_hf import FULL, WINDOW, read_scaling, rope_of, written_rope
+from titanlite.models.rope_config_json import FULL, WINDOW, read_scaling, rope_of, written_rope
 from titanlite.models.spec import ShapeError
 
 if TYPE_CHECKING:

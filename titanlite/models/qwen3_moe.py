@@ -9,9 +9,9 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem
+from titanlite.models.argument_fields import argument
 from titanlite.models.experts.arguments import ExpertArgs
 from titanlite.models.experts.family import expert_spec
-from titanlite.models.fields import argument
 from titanlite.models.llama_hf import (
     ATTENTION_NAMES,
     ENTRIES,

@@ -1,8 +1,8 @@
 """How rotary frequencies are scaled for sequences longer than those a model was first trained with.
 
 A scaling is a table in a config, with the names of `transformers`; `rope_type` tells its kind.
-`titanlite.models.rope` computes the frequencies, and `titanlite.models.rope_hf` reads and writes
-config.json. No torch here.
+`titanlite.models.rope` computes the frequencies; `titanlite.models.rope_config_json` reads and
+writes config.json. No torch here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
 from titanlite.config.errors import Problem
-from titanlite.models.fields import checked_fields
+from titanlite.models.argument_fields import checked_fields
 from titanlite.models.spec import ShapeError, names_like, shown
 
 _TABLE = "rope_scaling"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from titanlite.models.hf_names import entry_of, texts_of
 from titanlite.models.llama import LlamaArgs
 from titanlite.models.llama_hf import Entry, layer_types
-from titanlite.models.rope_hf import FULL, WINDOW
+from titanlite.models.rope_config_json import FULL, WINDOW
 
 if TYPE_CHECKING:
     from typing_extensions import Self

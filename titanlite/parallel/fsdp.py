@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from titanlite.dist import ParallelismError
-from titanlite.parallel.meshes import fsdp_mesh
+from titanlite.parallel.submeshes import fsdp_mesh
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -160,7 +160,7 @@ def style_of(kind: str, logits: Placement = _SEQUENCE, last: bool = False) -> Pa
     logits: how a head leaves them. last: no module of the model follows.
     """
     if kind == "all heads":
-        from titanlite.parallel.whole_norm import DividedNorm
+        from titanlite.parallel.tensor_norm import DividedNorm
 
         return DividedNorm()
     styles: dict[str, ParallelStyle] = {

@@ -9,7 +9,7 @@ from titanlite.exit_codes import memory_error_of
 from titanlite.plan.memory import estimate, with_vocabulary
 from titanlite.plan.parts import PARTS
 from titanlite.run.config import RunConfig
-from titanlite.runs.tables import Table, render
+from titanlite.runs.text_tables import Table, render
 from titanlite.utils import human_bytes
 
 #: Settings that lower the memory of most runs.

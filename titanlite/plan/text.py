@@ -10,7 +10,7 @@ from titanlite.plan.hardware import DEFAULT_GPUS_PER_NODE, cluster_of
 from titanlite.plan.parts import FRAGMENTATION, GIB, PARTS, needed_bytes
 from titanlite.plan.plan import Plan, make_plan
 from titanlite.run.config import RunConfig
-from titanlite.runs.tables import Style, Table, render
+from titanlite.runs.text_tables import Style, Table, render
 from titanlite.utils import counted, escape, human_bytes, human_count, wants_color
 
 _BAR = 24

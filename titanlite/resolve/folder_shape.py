@@ -22,8 +22,8 @@ from titanlite.config.model_sections import Model
 from titanlite.config.sections import Checkpoint
 from titanlite.config.toml import quote
 from titanlite.models.args import FROM_FOLDER, missing_fields
+from titanlite.models.argument_fields import LENGTH
 from titanlite.models.families import get_spec
-from titanlite.models.fields import LENGTH
 from titanlite.models.rope_scaling import Scaling
 from titanlite.models.spec import ModelSpec
 

@@ -20,7 +20,7 @@ from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.toml import quote_key
 from titanlite.config.trust import admit
-from titanlite.data.named_texts import open_choices
+from titanlite.data.dataset_sources import open_choices
 from titanlite.models.args import FROM_FOLDER
 from titanlite.models.spec import ShapeError
 from titanlite.resolve import model_rules, rank_rules

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from titanlite.config.dataset_names import BUNDLED_IDS, BUNDLED_TOKENIZER_NAME
+from titanlite.config.dataset_registry import BUNDLED_IDS, BUNDLED_TOKENIZER_NAME
 from titanlite.config.errors import Problem
 from titanlite.config.rules import divisors
 from titanlite.config.sections import ActivationCheckpoint

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titanlite.runs import ATTEMPTS, provenance
-from titanlite.runs.link_checks import read_own
+from titanlite.runs.symlink_checks import read_own
 from titanlite.utils import (
     append_line,
     atomic_write,

@@ -15,7 +15,7 @@ from titanlite.checkpoint.store_paths import StorePath
 from titanlite.config.toml import loads, quote
 from titanlite.contrib.hub.card import MARK, files_beside, shown_config
 from titanlite.contrib.hub.command import export
-from titanlite.contrib.hub.find_weights import Weights, find_weights
+from titanlite.contrib.hub.push_source import Weights, find_weights
 from titanlite.runs.read import Run
 
 PLACE = ("ada/tiny", "main")

@@ -27,12 +27,12 @@ from torch.nn.attention.bias import CausalBias
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlite.assembly.model import ModelParts, build_model, build_step
-from titanlite.cli.plan.memory_meter import MemoryMeter
+from titanlite.cli.plan.memory_tracker import MemoryMeter
 from titanlite.config.errors import bad_flag, unfit
 from titanlite.data.loader import Batch
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.local_parts import parts_of
-from titanlite.features.context import attention as context_attention
+from titanlite.features.context import gathered_attention as context_attention
 from titanlite.features.float8 import tensor_parallel as float8_tensor
 from titanlite.models import autograd, layers
 from titanlite.optim import gradients

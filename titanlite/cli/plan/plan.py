@@ -8,7 +8,7 @@ from importlib import import_module
 
 from titanlite import exit_codes
 from titanlite.cli import at_least
-from titanlite.cli.parser import FLAGS, Commands, add_files, files_of, new_command
+from titanlite.cli.argument_parser import FLAGS, Commands, add_files, files_of, new_command
 from titanlite.config.errors import bad_flag
 from titanlite.config.load import read
 from titanlite.plan.hardware import cluster_of, ranks_of

@@ -8,7 +8,7 @@ from titanlite.cli.plan.search import LEAST_GAIN, Candidate, SearchResult
 from titanlite.cli.plan.settings import SHOWN
 from titanlite.config.toml import quote
 from titanlite.plan.parts import GIB
-from titanlite.runs.tables import Style, Table, render
+from titanlite.runs.text_tables import Style, Table, render
 
 _COLUMNS = ("tokens/s per GPU", "MFU", "needed GiB", "layout", "micro-batch", "further changes")
 

@@ -11,15 +11,15 @@ from titanlite import exit_codes
 from titanlite.checkpoint.manifest import progress, read_manifest
 from titanlite.checkpoint.retention import pinned
 from titanlite.checkpoint.store_paths import files_in, to_path
+from titanlite.cli.argument_parser import EMA, Commands, new_command
 from titanlite.cli.export import DTYPE, PRECISIONS
-from titanlite.cli.parser import EMA, Commands, new_command
 from titanlite.config import trust
 from titanlite.contrib.hub.card import files_beside
-from titanlite.contrib.hub.find_weights import Weights, find_weights
+from titanlite.contrib.hub.push_source import Weights, find_weights
 from titanlite.contrib.hub.upload import MAIN, HubError, open_repository, upload
 from titanlite.contrib.processes import stoppable
 from titanlite.features.lora.settings import RECORD
-from titanlite.runs.link_checks import refuse_links
+from titanlite.runs.symlink_checks import refuse_links
 from titanlite.utils import say
 
 
@@ -97,7 +97,7 @@ def export(weights: Weights, target: Path, arguments: argparse.Namespace) -> Pat
         for name in files_in(weights.path):
             (target / name).write_bytes((weights.path / name).read_bytes())
         return target
-    from titanlite.cli.hub.convert import convert
+    from titanlite.cli.hub.export_weights import convert
 
     say(f"exporting {weights.path}")
     with pinned(weights.path):

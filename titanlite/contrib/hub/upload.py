@@ -11,7 +11,7 @@ from typing import Any
 
 from titanlite import exit_codes
 from titanlite.contrib.hub.card import MARK, README
-from titanlite.data.connectivity import contact_problem
+from titanlite.data.connection_check import contact_problem
 from titanlite.data.remote import words
 
 MAIN = "main"

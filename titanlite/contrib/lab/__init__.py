@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from titanlite.config.aliases import key_of
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.written_values import command_line_entries
+from titanlite.config.raw_values import command_line_entries
 
 
 def refuse_keys(flags: Sequence[str], hints: Mapping[str, str]) -> None:

@@ -23,17 +23,17 @@ from typing import Any
 
 from titanlite import exit_codes
 from titanlite.cli import at_least
-from titanlite.cli.parser import FLAGS, Commands, add_files, files_of, new_command
+from titanlite.cli.argument_parser import FLAGS, Commands, add_files, files_of, new_command
 from titanlite.cli.run_figures import to_json
 from titanlite.config.aliases import is_subsection, key_of
 from titanlite.config.errors import Problem, refuse, unfit
 from titanlite.config.load import read
+from titanlite.config.raw_values import Entry
 from titanlite.config.toml import join, quote, quote_key
-from titanlite.config.written_values import Entry
 from titanlite.contrib.lab import refuse_keys
 from titanlite.contrib.lab.members import Member, MemberResult, check_members, run_members
 from titanlite.runs.record import CONFIG
-from titanlite.runs.tables import Table, render
+from titanlite.runs.text_tables import Table, render
 from titanlite.utils import atomic_write, public, public_tree
 
 RESULTS = "results.json"

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from titanlite.config.errors import Problem
+from titanlite.config.raw_values import quote
 from titanlite.config.urls import is_url
-from titanlite.config.written_values import quote
 from titanlite.run.features import Feature, Row
 
 if TYPE_CHECKING:

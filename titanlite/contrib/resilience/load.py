@@ -15,7 +15,7 @@ from titanlite.checkpoint.load import Loader
 from titanlite.checkpoint.loaded import LoadedState
 from titanlite.checkpoint.manifest import NAMES, Found, Manifest, digest_of, step_folder
 from titanlite.checkpoint.selection import Selection
-from titanlite.checkpoint.storage import Tensors, gather, on_each_rank, on_rank_0
+from titanlite.checkpoint.state_dict import Tensors, gather, on_each_rank, on_rank_0
 from titanlite.checkpoint.store_paths import AnyPath, entries
 from titanlite.contrib.resilience.folder import (
     ABOUT,

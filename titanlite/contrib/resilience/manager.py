@@ -19,9 +19,9 @@ from titanlite.checkpoint.loaded import LoadedState
 from titanlite.checkpoint.manager import SAVE_TIMEOUT, Checkpointer
 from titanlite.checkpoint.manifest import Manifest, digest_of, steps_in
 from titanlite.checkpoint.schedule import SaveSchedule
-from titanlite.checkpoint.storage import Save, describe, on_each_rank, on_rank_0
+from titanlite.checkpoint.state_dict import Save, describe, on_each_rank, on_rank_0
 from titanlite.checkpoint.store_paths import AnyPath, to_path, write_new
-from titanlite.checkpoint.write import train_state
+from titanlite.checkpoint.trainer_save import train_state
 from titanlite.contrib.resilience.copies import plan_copies
 from titanlite.contrib.resilience.folder import LocalFolder, Past, read_past, write_past
 from titanlite.contrib.resilience.load import TieredLoader

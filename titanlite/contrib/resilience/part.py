@@ -18,7 +18,7 @@ from titanlite.checkpoint.dcp_files import Written
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.manifest import FAST_HASH, dtype_name, new_hash
 from titanlite.checkpoint.safetensors_header import DTYPES, header
-from titanlite.checkpoint.storage import Tensors
+from titanlite.checkpoint.state_dict import Tensors
 from titanlite.dist.local_parts import plain_local
 from titanlite.utils import new_file, parse_json, sync
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from titanlite.checkpoint.dcp_files import Written
 from titanlite.checkpoint.manifest import FAST_HASH, FILE, SAFE_HASH, Manifest, file_digest
-from titanlite.checkpoint.storage import RNG, Tensors
+from titanlite.checkpoint.state_dict import RNG, Tensors
 from titanlite.contrib.resilience.copies import Incoming, transfer
 from titanlite.contrib.resilience.folder import (
     GENERATORS,

@@ -13,7 +13,14 @@ from titanlite.checkpoint.async_save import Copy
 from titanlite.checkpoint.dcp_files import Written
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.manifest import FAST_HASH, digest_of, file_digest
-from titanlite.checkpoint.storage import RNG, Save, Tensors, check_finite, on_each_rank, on_rank_0
+from titanlite.checkpoint.state_dict import (
+    RNG,
+    Save,
+    Tensors,
+    check_finite,
+    on_each_rank,
+    on_rank_0,
+)
 from titanlite.contrib.resilience.copies import Copies
 from titanlite.contrib.resilience.folder import (
     ABOUT,

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
 from titanlite.data.choose_files import choose_among, named_files
-from titanlite.data.connectivity import COPY
+from titanlite.data.connection_check import COPY
 from titanlite.data.file_kinds import is_hidden
 from titanlite.data.listing import FoundFile, Listing, Place
 from titanlite.data.local_files import all_files

@@ -31,8 +31,8 @@ from titanlite.data.token_paths import is_of_tokens
 
 if TYPE_CHECKING:
     from titanlite.config.data_sections import DataSource
+    from titanlite.data.dataset_builder import TextReader
     from titanlite.data.step_sizes import Course
-    from titanlite.data.text import TextReader
 
 
 class MixedRows(Rows):

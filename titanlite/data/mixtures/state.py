@@ -1,4 +1,4 @@
-"""A mixture's state in a checkpoint: its checks, see `titanlite.data.state`, and its values."""
+"""A mixture's state in a checkpoint: its values and their checks, by `data.state_checks`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from titanlite.data.mixtures.turns import Segment, Weights
-from titanlite.data.state import Positive, Whole, checked, refusal
+from titanlite.data.state_checks import Positive, Whole, checked, refusal
 
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 

@@ -6,7 +6,7 @@ tokenizer.json. Each becomes a `Tokenizer` with the ids of the library of that n
 
 from __future__ import annotations
 
-from titanlite.config.dataset_names import BUNDLED_TOKENIZER_NAME as BUNDLED
+from titanlite.config.dataset_registry import BUNDLED_TOKENIZER_NAME as BUNDLED
 from titanlite.data.tokenizer.base import Tokenizer
 from titanlite.data.tokenizer.load_local import (
     BUNDLED_SENTENCEPIECE,

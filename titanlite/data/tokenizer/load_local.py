@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from titanlite.config.dataset_names import BUNDLED_TOKENIZER_NAME, fetch_hint
+from titanlite.config.dataset_registry import BUNDLED_TOKENIZER_NAME, fetch_hint
 from titanlite.data import DataError
 from titanlite.data.tokenizer.base import Tokenizer
 from titanlite.utils import logger

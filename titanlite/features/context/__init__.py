@@ -52,7 +52,7 @@ class ContextParallel(Feature):
     # The model: `titanlite.parallel.parallelize` calls these
 
     def distribute(self, builder: ModelBuilder, model: nn.Module) -> None:
-        from titanlite.features.context.attention import apply_cp
+        from titanlite.features.context.gathered_attention import apply_cp
         from titanlite.parallel.parallelize import select
 
         # A pipeline stage may have no blocks.
@@ -60,7 +60,7 @@ class ContextParallel(Feature):
             apply_cp(model, builder.mesh)
 
     def part(self, tensor: Tensor, mesh: DeviceMesh, dim: int = 0) -> Tensor:
-        from titanlite.features.context.ranks import CPRank
+        from titanlite.features.context.balanced_chunks import CPRank
 
         return CPRank.of(mesh).part(tensor, dim)
 

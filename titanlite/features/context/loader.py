@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.data.loader import Batch
-from titanlite.features.context.ranks import CPRank
+from titanlite.features.context.balanced_chunks import CPRank
 
 
 def split_batch(batch: Batch, mesh: DeviceMesh) -> Batch:

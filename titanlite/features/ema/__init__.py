@@ -31,7 +31,7 @@ class WeightAveraging(Feature):
     # The model: `titanlite.assembly.build` and `titanlite eval` call it
 
     def begin(self, model: nn.Module) -> WeightAverage:
-        from titanlite.checkpoint.storage import gather
+        from titanlite.checkpoint.state_dict import gather
         from titanlite.features.ema.average import WeightAverage
 
         return WeightAverage(model, gather(model), self.decay)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class WeightAverage(Callback):
     """Moves the averages after each good step by (1 - decay) of their distance to the weights.
 
-    weights: of `model`, as `titanlite.checkpoint.storage.gather` names them; averages begin with
+    weights: of `model`, as `titanlite.checkpoint.state_dict.gather` names them; averages begin with
     them. They take 4 bytes per parameter, and `applied` as many more as the weights.
     """
 

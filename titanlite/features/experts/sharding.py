@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from titanlite.dist import ParallelismError
 from titanlite.dist.dist_env import MESH_DIMS
 from titanlite.features.experts.exchange import Exchange
-from titanlite.parallel.meshes import fsdp_mesh
+from titanlite.parallel.submeshes import fsdp_mesh
 
 #: The dimension of the mesh whose ranks share the experts.
 _EP = "ep"

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.dist.local_parts import wrapper_of
 from titanlite.features.float8.package import float8_linears, torchao
-from titanlite.parallel.meshes import fsdp_mesh
+from titanlite.parallel.submeshes import fsdp_mesh
 
 
 class ScalePrecompute:

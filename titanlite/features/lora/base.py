@@ -10,7 +10,7 @@ from torch import nn
 
 from titanlite.checkpoint.load import Loader
 from titanlite.checkpoint.loaded import WEIGHT
-from titanlite.checkpoint.storage import describe, gather
+from titanlite.checkpoint.state_dict import describe, gather
 from titanlite.checkpoint.store_paths import AnyPath, StorePath
 from titanlite.dist.dist_env import DistEnv
 from titanlite.features.lora.digests import digests_of, together

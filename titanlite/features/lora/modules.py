@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite.checkpoint.storage import adapter_names
+from titanlite.checkpoint.state_dict import adapter_names
 from titanlite.features.lora.settings import DOWN, UP, Adapters
 from titanlite.parallel.feature_linear import FeatureLinear
 from titanlite.parallel.fsdp_private import prefetched_in_backward, shares_group

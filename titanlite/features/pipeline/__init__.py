@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 from titanlite.config.errors import Problem
 from titanlite.dist import ParallelismError
 from titanlite.features.pipeline import checks
-from titanlite.features.pipeline.cut import Cut, cut_run
-from titanlite.features.pipeline.split import StageLayout, split_stages
+from titanlite.features.pipeline.derived import Cut, cut_run
+from titanlite.features.pipeline.stage_layout import StageLayout, split_stages
 from titanlite.parallel import needs_torch, offered
 from titanlite.parallel.schedules import SCHEDULES, find_schedule
 from titanlite.run.features import Feature, Row

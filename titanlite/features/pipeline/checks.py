@@ -11,7 +11,7 @@ from titanlite.config.rules import divisors
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote
 from titanlite.dist import ParallelismError
-from titanlite.features.pipeline.split import split_stages
+from titanlite.features.pipeline.stage_layout import split_stages
 from titanlite.parallel.schedules import SCHEDULES, find_schedule
 from titanlite.run.interactions import needs_whole_backward
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.dist import ParallelismError
-from titanlite.features.pipeline.split import StageLayout
+from titanlite.features.pipeline.stage_layout import StageLayout
 
 
 def cut_stages(

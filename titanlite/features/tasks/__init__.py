@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from titanlite.assembly.build import TrainingComponents
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Config
-    from titanlite.data.text import Share
+    from titanlite.data.dataset_builder import Share
     from titanlite.features.tasks.run import TaskRun
     from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.run.config import RunConfig

@@ -11,7 +11,7 @@ from titanlite.callbacks import Callback
 from titanlite.config.run_sections import Eval
 from titanlite.exit_codes import no_exit
 from titanlite.features.tasks.ranks import InterruptedTasksError, RankScorer
-from titanlite.runs.tables import Table, render
+from titanlite.runs.text_tables import Table, render
 from titanlite.utils import human_time, logger
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from titanlite.models.fields import argument
+from titanlite.models.argument_fields import argument
 from titanlite.models.llama import LlamaArgs
 from titanlite.models.spec import ShapeError, Size
 

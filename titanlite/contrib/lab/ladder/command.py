@@ -7,7 +7,7 @@ from pathlib import Path
 
 from titanlite import exit_codes
 from titanlite.cli import at_least
-from titanlite.cli.parser import FILES, FLAGS, Commands, new_command
+from titanlite.cli.argument_parser import FILES, FLAGS, Commands, new_command
 from titanlite.contrib.lab import refuse_keys
 
 _EPILOG = f"""The table [ladder] of CONFIG has the sizes, the horizons and the seeds. Finished runs

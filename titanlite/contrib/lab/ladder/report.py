@@ -9,7 +9,7 @@ from titanlite.contrib.lab.ladder.fit import CONFIDENCE, Fit
 from titanlite.contrib.lab.ladder.predict import LeftOut, Prediction
 from titanlite.contrib.lab.ladder.rungs import computed, rungs
 from titanlite.contrib.lab.ladder.target import Target
-from titanlite.runs.tables import Table, render
+from titanlite.runs.text_tables import Table, render
 from titanlite.utils import human_count
 
 

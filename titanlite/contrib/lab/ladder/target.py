@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from titanlite.cli.parser import files_of
+from titanlite.cli.argument_parser import files_of
 from titanlite.config.checks import placed
 from titanlite.config.errors import Problem, refuse
 from titanlite.config.load import read

@@ -11,7 +11,14 @@ from msgspec.structs import replace
 
 from titanlite import exit_codes
 from titanlite.cli import at_least
-from titanlite.cli.parser import FLAGS, Commands, add_files, add_group, add_to_group, files_of
+from titanlite.cli.argument_parser import (
+    FLAGS,
+    Commands,
+    add_files,
+    add_group,
+    add_to_group,
+    files_of,
+)
 from titanlite.config.errors import refuse, unfit
 from titanlite.config.sections import Mup
 from titanlite.contrib.lab.mup.models import Models, models_of
@@ -20,7 +27,7 @@ from titanlite.features.mup.checks import problems
 from titanlite.models.llama import LlamaArgs
 from titanlite.plan.memory import with_vocabulary
 from titanlite.resolve.load import check_config
-from titanlite.runs.tables import Table, render
+from titanlite.runs.text_tables import Table, render
 from titanlite.utils import counted
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from titanlite.checkpoint.hf_files import holds_adapters, holds_weights
 from titanlite.checkpoint.manifest import PIN, Manifest, read_manifest
 from titanlite.checkpoint.store_paths import AnyPath
 from titanlite.cli.checkpoint_folders import checkpoint_of
-from titanlite.runs.link_checks import read_own, refuse_links
 from titanlite.runs.read import Run, RunError, read_run
 from titanlite.runs.record import CONFIG
+from titanlite.runs.symlink_checks import read_own, refuse_links
 from titanlite.utils import LinkError
 
 

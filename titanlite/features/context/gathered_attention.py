@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titanlite.dist import ParallelismError
-from titanlite.features.context.ranks import CPRank
+from titanlite.features.context.balanced_chunks import CPRank
 from titanlite.models.attention import attend, band, document_positions
 from titanlite.models.sinks import attend_in_window, attend_masked
 

@@ -141,7 +141,7 @@ def check_weights(bad: BadStepError, model: nn.Module) -> None:
 
     All ranks call it together.
     """
-    from titanlite.checkpoint.storage import find_nonfinite, gather
+    from titanlite.checkpoint.state_dict import find_nonfinite, gather
 
     where = find_nonfinite(gather(model))
     if where:

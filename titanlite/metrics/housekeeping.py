@@ -13,7 +13,7 @@ from titanlite.runs import record
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.store_paths import AnyPath
-    from titanlite.metrics.position import Position
+    from titanlite.metrics.phase_tracker import Position
     from titanlite.step import StepResult
     from titanlite.trainer import Trainer
 

@@ -41,12 +41,12 @@ from titanlite.checkpoint.manifest import (
     step_of,
 )
 from titanlite.checkpoint.selection import DTYPE, compare_entries, difference_table
-from titanlite.checkpoint.storage import converted, describe
+from titanlite.checkpoint.state_dict import converted, describe
 from titanlite.checkpoint.store_paths import AnyPath
 from titanlite.cli.checkpoint_folders import checkpoint_of
-from titanlite.cli.hub.tensors import Contents, compare_ids, compare_logits
+from titanlite.cli.hub.compare_checkpoints import Contents, compare_ids, compare_logits
 from titanlite.config.trust import Origin, foreign
-from titanlite.data.tokenizer.files import hf_files
+from titanlite.data.tokenizer.export_files import hf_files
 from titanlite.features.lora.settings import RECORD
 from titanlite.models import get_spec
 from titanlite.models.args import from_record
@@ -54,7 +54,7 @@ from titanlite.models.spec import ModelSpec, ShapeError
 from titanlite.utils import human_bytes
 
 if TYPE_CHECKING:
-    from titanlite.features.lora.source import AdapterFiles
+    from titanlite.features.lora.merged_weights import AdapterFiles
 
 Format = Literal["hf", "peft"]
 
@@ -174,8 +174,8 @@ def _any_source(
     path: AnyPath, progress: Progress, ema: bool, origin: Origin, base: AnyPath | None = None
 ) -> Source:
     if holds_adapters(path):
+        from titanlite.features.lora.merged_weights import base_path, of_peft
         from titanlite.features.lora.peft import base_of
-        from titanlite.features.lora.source import base_path, of_peft
 
         under = _any_source(base_path(base_of(path), base, path), progress, False, origin)
         return _merged(under, of_peft(path, get_spec(under.family), under.args), under)
@@ -233,7 +233,7 @@ def _checkpoint(
     )
     if RECORD not in manifest.config:
         return found
-    from titanlite.features.lora.source import base_path, of_checkpoint
+    from titanlite.features.lora.merged_weights import base_path, of_checkpoint
 
     files = of_checkpoint(folder, manifest, contents.read, prefix)
     place = base_path(files.base, base, files.path)
@@ -246,7 +246,7 @@ def _checkpoint(
 
 
 def _merged(source: Source, files: AdapterFiles, base: Source) -> Source:
-    from titanlite.features.lora.source import merged
+    from titanlite.features.lora.merged_weights import merged
 
     if base.adapters is not None:
         raise CheckpointError(f"{base.path} holds adapters too: name whole weights with --base")

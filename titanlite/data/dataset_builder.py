@@ -14,13 +14,13 @@ from msgspec.structs import replace as replace_fields
 
 from titanlite.config.checks import is_there
 from titanlite.config.data_sections import Data, DataSource, Validation
-from titanlite.config.dataset_names import hub_text
+from titanlite.config.dataset_registry import hub_text
 from titanlite.config.sections import Training
 from titanlite.config.urls import is_url
 from titanlite.data import DataError
+from titanlite.data.dataset_sources import held_out_texts, key_of, training_texts
 from titanlite.data.file_kinds import Format
 from titanlite.data.file_stamps import FileStamps, local_stamps
-from titanlite.data.named_texts import held_out_texts, key_of, training_texts
 from titanlite.data.rows import Rows
 from titanlite.data.sequences import PackedDataset
 from titanlite.data.text_files import (

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from titanlite.config.dataset_names import hub_text
+from titanlite.config.dataset_registry import hub_text
 from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
 from titanlite.data.file_kinds import Format

@@ -11,7 +11,7 @@ from msgspec.structs import replace as replace_fields
 
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote
-from titanlite.features.pipeline.split import stage_count
+from titanlite.features.pipeline.stage_layout import stage_count
 from titanlite.parallel.schedules import find_schedule
 
 if TYPE_CHECKING:
