@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 #: Most tokens of the files that docs/architecture.md names as those to read first.
-READING_TOKENS = 16_300
+READING_TOKENS = 16_200
 #: Modules whose functions may take the whole config, or the beginnings of their names.
 MAY_TAKE_ALL = (
     "config.",
@@ -211,8 +211,8 @@ def density_figures(source: Source) -> list[Figure]:
     top = len(list(source.library.glob("*.py")))
     limits = {"comprehensions": 22.2, "ternaries": 14.3, "tuple = tuple": 2.0}
     return [
-        Figure("tokens", f"{tokens:,}", {"": tokens}, {"": 358_500}),
-        Figure("tokens a line", f"{dense}", {"": dense}, {"": 5.65}),
+        Figure("tokens", f"{tokens:,}", {"": tokens}, {"": 335_000}),
+        Figure("tokens a line", f"{dense}", {"": dense}, {"": 5.6}),
         Figure("lines over 100 characters", f"{wide}", {"": wide}, {"": 5}),
         Figure("in 1,000 lines", in_words(shares), shares, limits),
         Figure("packed", in_words(packed), packed, {"nested ternaries": 0, "starred tuples": 0}),
@@ -264,7 +264,7 @@ def room_figures(source: Source) -> list[Figure]:
     return [
         Figure("imports to a higher room", f"{upward}", {"": upward}, {"": 0}),
         Figure("rooms in a ring", f"{len(rings)} {' '.join(rings)}", {"": len(rings)}, {"": 0}),
-        Figure("tokens of contrib", f"{apart:,}", {"": apart}, {"": 28_200}),
+        Figure("tokens of contrib", f"{apart:,}", {"": apart}, {"": 25_700}),
         names_figure("rooms that import contrib", of_contrib),
     ]
 
@@ -290,10 +290,10 @@ def reader_figures(source: Source) -> list[Figure]:
     commands = {"of the core": len(COMMANDS), "of contrib": len(OURS["commands"])}
     known = len(keys())
     return [
-        Figure("private functions called once", f"{share} in 1,000 lines", {"": share}, {"": 7.6}),
-        Figure("words of docstrings", f"{words:,}", {"": words}, {"": 46_500}),
+        Figure("private functions called once", f"{share} in 1,000 lines", {"": share}, {"": 4.0}),
+        Figure("words of docstrings", f"{words:,}", {"": words}, {"": 44_000}),
         Figure("commands", in_words(commands), commands, {"of the core": 14, "of contrib": 6}),
-        Figure("keys", f"{known}", {"": known}, {"": 245}),
+        Figure("keys", f"{known}", {"": known}, {"": 241}),
     ]
 
 

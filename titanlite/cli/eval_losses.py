@@ -46,8 +46,17 @@ _OF_TRAINING = ("eval", "guard", "ladder", "launch", "lr_scheduler", "profiling"
 #: Sections whose keys do not change the model, its numbers or its text.
 _HARMLESS = (
     *_OF_TRAINING,
-    *("activation_checkpoint", "checkpoint", "comm", "compile", "debug", "fault_tolerance"),
-    *("job", "memory_estimation", "metrics", "optimizer", "sample"),
+    "activation_checkpoint",
+    "checkpoint",
+    "comm",
+    "compile",
+    "debug",
+    "fault_tolerance",
+    "job",
+    "memory_estimation",
+    "metrics",
+    "optimizer",
+    "sample",
 )
 #: Keys of earlier versions and other trainers that a kept config may have. A record made the text.
 _GONE = {*UNSUPPORTED, *NAMES["gone"]} - {"data.record"}
