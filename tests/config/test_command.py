@@ -127,15 +127,25 @@ def test_settings_of_a_feature_that_is_off_are_named(flags, idle):
 
 def test_explain_shows_every_key_with_value_source_and_meaning(capsys):
     Path("run.toml").write_text("[training]\nlocal_batch_size = 3\n[model.overrides]\ndim = 64\n")
-    lines = run(capsys, "config", "explain", "run.toml", "--training.steps=5")[1].splitlines()
+    words = ("config", "explain", "run.toml", "--training.steps=5")
+    given = run(capsys, *words)[1].splitlines()
+    assert [line for line in given if not line.startswith("      ")] == [
+        "[job]  What this run is and where it writes.",
+        '  config_file = ["run.toml"]  command line',
+        "",
+        "[model]  Which model is trained.",
+        "  overrides = {dim = 64}  dim: run.toml:4",
+        "",
+        "[training]  The batch, the length of the run, sharding and precision.",
+        "  batch_size = 3  run.toml:2, as training.local_batch_size",
+        "  steps = 5  command line",
+    ]
+    lines = run(capsys, *words, "--all")[1].splitlines()
     for key in keys().values():
         assert any(line.startswith(f"  {key.field} = ") for line in lines), key.name
         assert any(key.description in line and key.expected in line for line in lines), key.name
     for line in (
-        "  batch_size = 3  run.toml:2, as training.local_batch_size",
-        "  steps = 5  command line",
         "  seq_len = 2048  default",
-        "  overrides = {dim = 64}  dim: run.toml:4",
         '  keep_latest_k = 10  default of dialect "2026" (run.toml:2)',
     ):
         assert line in lines

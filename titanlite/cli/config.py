@@ -49,11 +49,12 @@ def add_commands(commands: Commands) -> None:
     add = add_to_group(
         actions,
         _explain,
-        "show every key, or one: value, source, type, default, meaning",
-        "Nothing given: the defaults of all keys.",
+        "explain keys: value, source, type, default, meaning",
+        "FILE: the keys that it and the flags set. Nothing given: the defaults of all keys.",
         FLAGS,
     ).add
     add("words", "a key or section to explain in depth, and the TOML file", "KEY|FILE", nargs="*")
+    add("--all", "with a FILE: every key")
     add = add_to_group(
         actions,
         _show,
@@ -164,7 +165,11 @@ def _explain(arguments: argparse.Namespace) -> str:
     if len(files) > 1:
         raise bad_flag("", f"one file at a time, got {', '.join(files)}")
     config = load([*(f"--job.config_file={file}" for file in files), *arguments.flags])
-    return "\n\n".join(_explain_one(config, name, arguments.style) for name in names or sections())
+    explained = [_explain_one(config, name, arguments.style) for name in names]
+    if not names:
+        given = bool(files or arguments.flags) and not arguments.all
+        explained = [_explain_section(config, name, arguments.style, given) for name in sections()]
+    return "\n\n".join(filter(None, explained))
 
 
 def _explain_one(config: LoadedConfig, name: str, style: Style) -> str:
@@ -210,17 +215,20 @@ def summary(owner: type[Section]) -> str:
     return " ".join((owner.__doc__ or "").split("\n\n")[0].split())
 
 
-def _explain_section(config: LoadedConfig, name: str, style: Style) -> str:
+def _explain_section(
+    config: LoadedConfig, name: str, style: Style, given_alone: bool = False
+) -> str:
+    """Return a section with its keys; "" where `given_alone` leaves none."""
     lines = [f"{style.bold(f'[{name}]')}  {summary(sections()[name])}"]
     for key in keys().values():
-        if key.section != name:
+        if key.section != name or (given_alone and not config.is_given(key.name)):
             continue
         value = f"{key.field} = {_shown_value(config, key)}"
         value = style.bold(value) if config.is_given(key.name) else value
         lines.append(f"  {value}  {style.dim(_source(config, key))}")
         about = f"{key.description} ({key.expected}; default {quote(key.default)})"
         lines.append(style.dim(f"      {about}"))
-    return "\n".join(lines)
+    return "\n".join(lines if len(lines) > 1 or not given_alone else [])
 
 
 def _shown_value(config: LoadedConfig, key: Key) -> str:
