@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -278,6 +279,23 @@ def test_a_run_that_takes_over_is_named_and_one_that_died_doing_so_is_not_in_the
     with RunLock(place):
         assert _held(place)["process"]["id"] == os.getpid()
         assert _names(place) == [FILE]
+
+
+def test_a_lock_that_is_being_written_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its creation is exclusive, its content comes while the other waits."""
+    with RunLock(tmp_path):
+        content = (tmp_path / FILE).read_bytes()
+        (tmp_path / FILE).write_bytes(b"")
+
+        def sleep(_: float) -> None:
+            (tmp_path / FILE).write_bytes(content)
+
+        waiting = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+        monkeypatch.setattr(lock_module, "time", waiting)
+        with pytest.raises(LockedError, match=f"process {os.getpid()} on"), RunLock(tmp_path):
+            pytest.fail("two hold it")
 
 
 def _save(world: DistEnv, folder: str) -> str:
