@@ -74,7 +74,7 @@ class Row:
 
     mode: str
     compiled: bool
-    #: Of each step; on a CPU the process's own, all threads together.
+    #: Seconds of each step; on a CPU the process's own, all threads together.
     seconds: list[float]
     seconds_to_warm: float
     peak_bytes: int

@@ -48,7 +48,7 @@ TOKENS = (1, 32)
 class TimedHash:
     """A hash, and how long it takes: what writes waits for it."""
 
-    #: Of all hashes of this process since it was last set.
+    #: Seconds of all hashes of this process since it was last set.
     seconds = 0.0
 
     def __init__(self, real: Any) -> None:

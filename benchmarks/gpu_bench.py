@@ -49,7 +49,7 @@ class Bench:
     folder: Path
     #: Tiny shapes.
     toy: bool
-    #: Of time.monotonic; infinite without a budget.
+    #: Time by time.monotonic; infinite without a budget.
     deadline: float
     #: What `gpu_probe.py` says of the device: `gpu`, `memory_bytes`, `peak_flops` and what figures
     #: hold for.

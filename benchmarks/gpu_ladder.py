@@ -34,7 +34,7 @@ MFU_FORMULA = (
 REFERENCE = "compile"
 #: Ladders that are begun with fewer and fewer blocks when a level runs out of memory.
 TRIES = 4
-#: Of the peak, for the time that is told before a ladder.
+#: Share of the peak, for the time that is told before a ladder.
 EXPECTED_MFU = 0.4
 
 

@@ -81,8 +81,7 @@ class RankMarks:
 
         around(main, "check_config", after=self.note("checked"))
         around(main._Rank, "load_code", before=self.imported)
-        around(main, "_import_compiler", self.note("connected"), self.note("compiler"))
-        around(main._Rank, "prepare", after=self.note("prepared"))
+        around(main._Rank, "prepare", self.note("compiler"), self.note("prepared"))
         opened = main._Rank.opened
 
         @contextmanager
@@ -97,7 +96,9 @@ class RankMarks:
         """Wrap what has come with torch."""
         self.note("imported")()
         from titanlite import trainer
+        from titanlite.dist import run_store
 
+        around(run_store, "register", after=self.note("connected"))
         around(trainer.Trainer, "train", before=self.built)
         around(trainer.Trainer, "fetch", after=self.note("fetched"))
         around(trainer.Trainer, "check_step", after=self.stepped)

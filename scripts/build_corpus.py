@@ -46,7 +46,7 @@ PACKAGES = {
     ),
 }
 
-#: Of each source, every so many documents one is held out.
+#: One in so many documents of each source is held out.
 HELD_OUT_EVERY = 20
 TRAIN_SHARDS = 4
 #: C4 stores when a page was crawled; books have no such time, so every record has the same one.

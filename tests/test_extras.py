@@ -45,7 +45,7 @@ FOR_DEVELOPERS = {"dev", "docs"}
 BROUGHT = {"fsspec", "pyarrow", "google"}
 #: Packages that type checkers alone read. torch brings them.
 FOR_TYPES = {"typing_extensions"}
-#: Of huggingface_hub and of lm-evaluation-harness: shows how far `titanlite eval` is.
+#: A package of huggingface_hub and lm-evaluation-harness: it shows how far `titanlite eval` is.
 PROGRESS = {"tqdm"}
 
 

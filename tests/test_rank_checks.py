@@ -28,7 +28,7 @@ from titanlite.metrics import throughput
 from titanlite.runs import provenance
 
 TOML = '[optimizer]\nlr = 0.001\n[data]\nsource = [{path = "/a", weight = 2.0}]\n'
-#: Of an odd rank.
+#: Configs of an odd rank.
 CONFIGS = {
     "config": TOML.replace("0.001", "0.002"),
     "paths": (

@@ -18,7 +18,7 @@ from typing import NoReturn
 #: Names the file in which `titanlite.torchrun` expects the workers' exit codes.
 VARIABLE = "TITANLITE_EXIT_CODES"
 
-#: In that file alone: a worker has begun, and will report its code.
+#: Stands in that file alone: a worker has begun, and will report its code.
 BEGUN = -1
 
 #: Everything that was asked for is done.

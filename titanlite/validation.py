@@ -123,7 +123,7 @@ class HeldOutLoss(NamedTuple):
 class ValidationResult:
     """The losses of one validation, the same on all ranks."""
 
-    #: By the name of the text; a single text without a name has "".
+    #: Results by the name of the text; a single text without a name has "".
     sources: dict[str, HeldOutLoss]
 
     @property

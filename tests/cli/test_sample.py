@@ -75,7 +75,7 @@ def test_chat_renders_the_template_and_ends_with_the_turn(
     assert one["prompt_tokens"] == len(wanted)
     assert one["finish"] == "context"
     assert one["prompt_tokens"] + len(one["ids"]) == 96
-    # Of weights without a run the date is that of today, which transformers writes.
+    # Weights without a run have today's date, which transformers writes.
     dated = hf_folder(tmp_path / "dated")
     (dated / "chat_template.jinja").write_text("{{ strftime_now('%Y-%m-%d') }}")
     (one,) = sample(dated, "Hello", "--chat", "--json", "--max-tokens=1")["samples"]

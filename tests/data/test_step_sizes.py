@@ -61,7 +61,7 @@ def random_phases(seed: int) -> Phases:
         else:
             begin = {"tokens": rng.randint(1, 1500)}
         found.append(DataPhase(**begin, global_batch_size=batch, weights={"a": 1.0}, lr_factor=0.5))
-    # Of phases that begin together the last one in the file holds: the walk goes by the file.
+    # The last one in the file holds of phases that begin together: the walk goes by the file.
     firsts = [begin.step for begin in phases_of(*found)._begins(FRESH)]
     if len(set(firsts)) < len(firsts):
         return random_phases(seed + 1000)

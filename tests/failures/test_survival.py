@@ -48,7 +48,7 @@ def test_saved_on_four_ranks_and_resumed_on_one_or_two(tmp_path: Path, straight:
         assert sorted(losses) == [5, 6, 7, 8]
         for row in rows(straight)[4:]:
             assert abs(losses[row[0]] - row[1]) < 5e-6
-        # Of the next number of ranks.
+        # The next number of ranks saves its own.
         shutil.rmtree(step_folder(tmp_path / "four" / "checkpoint", STEPS))
 
 

@@ -167,7 +167,7 @@ class Multiplied:
     """A model with explicit multipliers, as tables 8 and 1 of the papers have them."""
 
     rules: Rules
-    #: Of logits, queries, blocks.
+    #: Factors of logits, queries and blocks.
     logits: float = 1.0
     queries: float = 1.0
     blocks: float = 1.0

@@ -16,7 +16,7 @@ from tests.support.processes import ROOT
 #: What only torch.compile needs takes minutes from a slow mirror; pip has to find the rest without
 #: the 3 GB of torch.
 LEFT_OUT = (" g++ git libnuma1", " python3-dev")
-#: Of this machine, which may have a proxy.
+#: Certificates of this machine, which may have a proxy.
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 ARGUMENTS = [
     "BASE=localhost/base",

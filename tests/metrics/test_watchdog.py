@@ -341,6 +341,29 @@ def test_a_stopped_rank_does_not_answer_and_is_named(pool: Pools) -> None:
     )
 
 
+def _report_of_a_dead_rank(world: DistEnv) -> str:
+    """Return the verdict about a rank whose last state names a process that has ended."""
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    began = time.monotonic()
+    with _watching(stall=Stall(deadline_seconds=2 * LONG, heartbeat_seconds=LONG)) as (dog, _):
+        dead = replace(dog._state(), rank=1, pid=process.pid)
+        dog._store.set("beat/1", f"1 {dead.dump()}")
+        dog.size = 2
+        assert not dog._is_gone(dead), "it may be of another launcher"
+        dog._near = range(2)
+        assert not dog._is_gone(replace(dead, host="node-2"))
+        assert not dog._is_gone(dog._state())
+        dog._report("a collective failed")
+        return dog.verdict if time.monotonic() - began < LONG else ""
+
+
+def test_a_rank_whose_process_is_gone_is_named_without_a_wait(pool: Pools) -> None:
+    """torchrun starts ranks again when the others have ended, after their report."""
+    (found,) = pool(1).run(_report_of_a_dead_rank)
+    assert re.match(r"rank 1 \(\S+, process \d+\) does not answer", found)
+
+
 # Ranks that raise
 
 

@@ -40,7 +40,7 @@ REPLICAS = {
     "training__data_parallel_replicate_degree": 2,
     "training__data_parallel_shard_degree": 2,
 }
-#: Of the loss and of each gradient.
+#: Largest relative error of the loss and of each gradient.
 NEAR = 2e-6
 
 

@@ -118,7 +118,7 @@ def test_experts_are_drawn_one_by_one() -> None:
     assert len(whole.unique()) > 4700
 
 
-#: Of one mixture by itself.
+#: Arguments of one MoE layer by itself.
 SINGLE = MixtralArgs(
     dim=16, n_layers=2, n_heads=2, ffn_dim=24, vocab_size=32, n_experts=5, top_k=2, aux_loss=0.0
 )

@@ -37,7 +37,7 @@ ARGS = Args(16, 2, 2, ffn_dim=40, vocab_size=32, n_experts=8, top_k=3, aux_loss=
 DEEPSEEK = replace(
     ARGS, score="sigmoid", n_groups=4, top_groups=2, route_scale=2.5, bias_update=0.001
 )
-#: Of logits: some equal, and rows of padding that are all alike.
+#: Logits with some equal ones, and with rows of padding that are all alike.
 LOGITS = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
 LOGITS[5:20] = LOGITS[5:20].round()
 LOGITS[20:25] = 0.0

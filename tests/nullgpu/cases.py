@@ -26,7 +26,7 @@ class Case:
     ranks: int = 8
     config: str = "llama3_8b"
     gpu: str = "h100-80g"
-    #: Of the rank on its machine: another than 0 shows contexts on GPU 0.
+    #: Device of the rank on its machine: another than 0 shows contexts on GPU 0.
     device: int = 0
     #: Depth; None: the model's. Where no memory is asked for a few show what each layer adds.
     layers: int | None = None

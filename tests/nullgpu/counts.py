@@ -297,7 +297,7 @@ class Streams:
     def wait(self, stream: str, event: str) -> None:
         if event in self._events:
             (products, waits), (more, others) = self._state(stream), self._events[event]
-            # Of those that are closed nothing is asked any more.
+            # Nothing is asked any more about those that are closed.
             self._at[stream] = (
                 max(products, more),
                 frozenset(one for one in waits | others if one in self._open),

@@ -55,7 +55,7 @@ RUNS = {
         2, ["--training.tensor_parallel_degree=2", "--checkpoint.async_mode=async", *VALIDATION], 1
     ),
 }
-#: Of a row, what must not depend on the stop.
+#: Figures of a row that must not depend on the stop.
 NUMBERS = (
     "loss",
     "max_loss",

@@ -91,7 +91,7 @@ def test_rows_say_all_that_figures_depend_on(measured: Bench) -> None:
     # Against compiled bf16, not against the default.
     assert row["ratio"][0] == 1.6
     assert row["ratio_to_compile"] == pytest.approx(16 / 13)
-    # Of the last step, not the largest.
+    # The difference of the last step, not the largest one.
     assert row["final_loss_difference"] == pytest.approx(0.003)
     assert row["loss_difference"] == 0.5
     assert found.rows[1]["final_loss_difference"] is None

@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 from scripts import moving_picture  # noqa: E402
 
 PICTURE = ROOT / "docs" / "images" / "resume.svg"
-#: Of the story: each comes once or more.
+#: Parts of the story; each comes once or more.
 STORY = (
     "a fresh run",
     "checkpoint of step",

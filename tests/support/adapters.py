@@ -16,7 +16,7 @@ from titanlite.checkpoint.state_dict import adapter_names
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import get_spec
 
-#: Of the bundled tokenizer.
+#: Ids of the bundled tokenizer.
 VOCABULARY = 2304
 RANK = 4
 ALPHA = 6.0

@@ -43,7 +43,7 @@ SAVE_EVENTS = {
     "index half": SaveEvent("os.fsync", r"/step-STEP/\.metadata"),
     "publish": SaveEvent("os.rename", r"-> .*/step-STEP/manifest\.json$"),
     "published": SaveEvent("os.fsync", r"/(step-\d+|checkpoint)$", after="publish"),
-    # Of an old checkpoint: its folder gets another name first, then its files go.
+    # An old checkpoint's folder gets another name first, then its files go.
     "prune": SaveEvent("os.rename", r"/step-\d+ -> .*/\.deleted-step-\d+", after="publish"),
     "prune half way": SaveEvent("os.remove", r"/\.deleted-step-\d+[^/]*/", after="prune", nth=2),
 }

@@ -60,7 +60,7 @@ def hf_folder(folder: Path) -> Path:
 
 
 TOML = str(ROOT / "train_configs" / "hf_debug.toml")
-#: Of all families but GPT-2. No dropout, so that two models can be compared.
+#: Sizes of all families but GPT-2. There is no dropout, so that two models can be compared.
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,

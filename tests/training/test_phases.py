@@ -206,7 +206,7 @@ def test_a_resume_around_a_border_of_lengths_is_exact_also_on_other_ranks(tmp_pa
         assert unequal(whole, tmp_path / f"{stopped}-2") == []
 
 
-#: Of runs that are divided.
+#: Flags of runs that are divided over ranks.
 TWO_LAYERS = [*EIGHT, "--model.overrides.n_layers=2", "--training.batch_size=2", LENGTHS]
 TWO_LAYERS.append("--no-checkpoint.enable_checkpoint")
 

@@ -78,7 +78,7 @@ class Rank:
     #: How its config differs from that of rank 0: in paths and [launch], and in other keys.
     local_keys: str
     other_keys: str
-    #: Of the fastest of several.
+    #: Seconds of the fastest of several products.
     product_seconds: float = 0.0
     #: Hashes of the bits of products that should be equal; empty: other ranks may have other bits.
     digests: tuple[int, ...] = ()
@@ -297,7 +297,7 @@ def _odd_ranks(ranks: Sequence[Rank], slow_factor: float) -> Iterator[str]:
     if len(devices) > 1:
         yield f"the ranks have different devices: {_shares(devices)}. The slowest decides the speed"
     for group in _groups(ranks, [rank.kind for rank in ranks]).values():
-        # Of two the faster one.
+        # Of two ranks the faster one is the middle.
         middle = median_low(rank.product_seconds for rank in group)
         for rank in group:
             if rank.product_seconds > slow_factor * middle:

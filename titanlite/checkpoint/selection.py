@@ -152,6 +152,6 @@ def difference_table(
 def _shown(entry: Sequence[Any] | None) -> str:
     if entry is None:
         return "–"
-    # Of a foreign file: its place.
+    # A tensor of a foreign file has its place.
     place = f" ({entry[2]})" if len(entry) > 2 else ""
     return f"{entry[0]}{list(entry[1])}{place}"

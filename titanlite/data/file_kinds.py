@@ -14,7 +14,7 @@ Format = Literal["auto", "json", "parquet", "arrow", "text", "source"]
 class Kind(NamedTuple):
     """One kind of file."""
 
-    #: In messages.
+    #: Name in messages.
     name: str
     #: Ends of names, in small letters. Each may end with .gz or .zst too.
     suffixes: tuple[str, ...]

@@ -23,7 +23,7 @@ class BackgroundWriter:
     warning.
     """
 
-    #: In messages; and the advice that follows the message of an error.
+    #: Name in messages, and the advice that follows the message of an error.
     name = ""
     advice = ""
     #: After a failure the launcher soon ends this process, which still has to report the error.

@@ -44,6 +44,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _world
 from titanlite import exit_codes
 from titanlite.callbacks import SLOW_PHASES
 from titanlite.config.run_sections import Comm, Stall
+from titanlite.dist.launch_env import this_rank
 from titanlite.dist.signals import StopRequested
 from titanlite.exit_codes import is_of_collectives
 from titanlite.metrics.console import console_handler
@@ -152,6 +153,10 @@ class HangWatchdog(Position):
     def __enter__(self) -> HangWatchdog:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+        launch = this_rank()
+        first = self.rank - launch.local_rank
+        #: The ranks of this launcher, but where it numbers those of several machines in turn.
+        self._near = range(first, first + launch.local_world_size)
         default: Any = _get_default_store()
         # A separate connection: an operation that waits holds up all others on the same one.
         store = default.clone()
@@ -265,11 +270,13 @@ class HangWatchdog(Position):
     def _publish(self) -> None:
         self._store.set(f"beat/{self.rank}", f"{time.monotonic_ns()} {self._state().dump()}")
 
-    def _wait_for(self, key: str, seconds: float = _TOLD_SECONDS) -> bool:
-        """Return whether a key of the store came."""
+    def _wait_for(
+        self, key: str, seconds: float = _TOLD_SECONDS, unless: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Return whether a key of the store came. unless: it will not."""
         deadline = time.monotonic() + seconds
         while not self._store.check([key]):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or unless():
                 return False
             time.sleep(0.1)
         return True
@@ -333,7 +340,9 @@ class HangWatchdog(Position):
         before = [self._beat(rank) for rank in range(self.size)]
         self._publish()
         states = [self._state_since(rank, old) for rank, old in enumerate(before)]
-        while time.monotonic() < deadline and any(state.silent for state in states):
+        while time.monotonic() < deadline and any(
+            state.silent and not self._is_gone(state) for state in states
+        ):
             time.sleep(self._poll / 2)
             for rank, state in enumerate(states):
                 if state.silent:
@@ -354,6 +363,18 @@ class HangWatchdog(Position):
             state = RankState.load(beat.partition(" ")[2])
         return replace(state, silent=beat == before and not state.end)
 
+    def _is_gone(self, state: RankState) -> bool:
+        """Return whether the process of a rank has ended, where this one can tell: a restart waits
+        for the report.
+        """
+        if state.rank not in self._near or state.host != self._host:
+            return False
+        try:
+            os.kill(state.pid, 0)
+        except ProcessLookupError:
+            return True
+        return False
+
     def _beat(self, rank: int) -> str:
         key = f"beat/{rank}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
@@ -363,7 +384,11 @@ class HangWatchdog(Position):
         if self.rank == 0 and not self._store.check(["raised"]):
             self._report("a collective failed")
             self._store.set("verdict", self.verdict)
-        elif self.rank and self._wait_for("verdict", _TOLD_SECONDS + self._silence):
+        elif self.rank and self._wait_for(
+            "verdict",
+            _TOLD_SECONDS + self._silence,
+            unless=lambda: self._is_gone(self._state_since(0, "")),
+        ):
             self.verdict = self._store.get("verdict").decode()
         elif self.rank and not self._store.check(["raised"]):
             self.verdict = "rank 0 does not say why: it has ended, hangs or is cut off"

@@ -23,7 +23,7 @@ class StepInBackward:
         self._optimizer = optimizer
         self._active = False
         self._squares: list[torch.Tensor] = []
-        #: By its place: a load of the optimizer's state makes new groups.
+        #: Parameter → place of its group: a load of the optimizer's state makes new groups.
         self._group_of: dict[int, int] = {}
         for index, group in enumerate(optimizer.param_groups):
             self._group_of.update((id(parameter), index) for parameter in group["params"])

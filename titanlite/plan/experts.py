@@ -121,8 +121,8 @@ class ExpertMemory(FeedForwardMemory):
         outer = rows * a.dim * s.size
         weight = s.gradient(self.held * a.dim * a.expert_width * s.size)
         if a.expert_biases:
-            # Of a clamped SwiGLU. Numbers in float32: in the backward five and two masks, of which
-            # two are the gradient itself if that is in float32.
+            # A clamped SwiGLU keeps numbers in float32: in the backward five and two masks. Two of
+            # them are the gradient itself if that is in float32.
             forward = 12 * numbers
             backward = 22 * numbers if s.size == 2 else 14 * numbers
             held = (x, "pairs")

@@ -54,7 +54,7 @@ class RankMemory:
     """A rank's memory over a step that is not the first: optimizer state exists."""
 
     rank: int
-    #: In the order of the step.
+    #: Moments in the order of the step.
     moments: tuple[Moment, ...]
     #: Part → bytes in host memory (CPU offload).
     host: Mapping[str, int] = field(default_factory=dict)

@@ -140,7 +140,7 @@ class _Search:
         self.run = with_vocabulary(run)
         sections = replace_fields(config.sections, model=self.run.model)
         self.config = _Variant(sections, config.sources)
-        #: By changes; None: not valid.
+        #: Plans by changes; None: not valid.
         self._found: dict[frozenset[tuple[str, Any]], Candidate | None] = {}
 
     def speed(self, run: RunConfig) -> Speed:

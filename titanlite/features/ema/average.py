@@ -37,7 +37,7 @@ class WeightAverage(Callback):
     def __init__(self, model: nn.Module, weights: Mapping[str, torch.Tensor], decay: float) -> None:
         self._model, self._decay = model, decay
         self._weights = dict(weights)
-        #: By name in a checkpoint; a tied weight has two names there.
+        #: Averages by name in a checkpoint; a tied weight has two names there.
         self.tensors: dict[str, torch.Tensor] = {}
         made: dict[int, torch.Tensor] = {}
         for name, weight in self._weights.items():

@@ -21,7 +21,7 @@ from titanlite.features.float8 import gathered, tensor_parallel
 from titanlite.features.float8.package import float8_linears, torchao
 from titanlite.parallel.feature_linear import FeatureLinear
 
-#: By the first word of a recipe: inductor's options. It leaves out RMSNorm's casts to bf16 in the
+#: Inductor's options by the first word of a recipe. It leaves out RMSNorm's casts to bf16 in the
 #: forward and has them in the backward. With a scale per row losses become NaN (pytorch issue
 #: 150859).
 COMPILE_OPTIONS = {"rowwise": {"emulate_precision_casts": True}}

@@ -18,7 +18,7 @@ from titanlite.plan.product_memory import Product, ProductMemory
 class Float8Memory(ProductMemory):
     """Products of which those of some linears compute in float8."""
 
-    #: By name in the block.
+    #: Linears by name in the block.
     names: frozenset[str] = frozenset()
     #: FSDP gathers their weights in float8.
     gathers: bool = False

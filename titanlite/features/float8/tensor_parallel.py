@@ -52,7 +52,7 @@ def _cast_when_sent() -> tuple[Any, Any]:
         _prepare_input_fn = staticmethod(ColwiseParallel._prepare_input_fn)
 
     class Rowwise(rowwise):
-        # Of the gradient, in the backward.
+        # It prepares the gradient, in the backward.
         _prepare_output_fn = staticmethod(RowwiseParallel._prepare_output_fn)
 
     return Gathered, Rowwise

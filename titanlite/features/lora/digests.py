@@ -48,7 +48,7 @@ def digests_of(tensors: Mapping[str, Tensor], names: list[str]) -> dict[str, str
         tensor = tensors.get(name)
         if tensor is None:
             continue
-        # Of ranks that hold the same part, the first counts it.
+        # The first of the ranks that hold the same part counts it.
         copies = [dist.get_rank()]
         if isinstance(tensor, DTensor):
             place: Any = tensor.device_mesh.get_coordinate()

@@ -16,7 +16,7 @@ _MX = 1 + 1 / BLOCK
 class MXMemory(ProductMemory):
     """Products of which those of some linears compute in MXFP8, with the kernels of GPUs."""
 
-    #: By name in the block.
+    #: Linears by name in the block.
     names: frozenset[str] = frozenset()
 
     def op(self, product: Product) -> Op:

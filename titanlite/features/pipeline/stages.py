@@ -58,7 +58,7 @@ class PipelineModel(nn.Module):
         self, stages: Mapping[int, nn.Module], layout: StageLayout, mesh: DeviceMesh
     ) -> None:
         super().__init__()
-        #: By number. In a dictionary of Python's, so that no parameter has a second name.
+        #: Stages by number, in a dictionary of Python so that no parameter has a second name.
         self.stages = dict(stages)
         self.layout = layout
         self.mesh = mesh

@@ -29,7 +29,7 @@ class Models:
 
     #: That of the base model.
     base: Any
-    #: By width.
+    #: Models by width.
     of: dict[int, Any]
     #: Arguments that are the same at all widths, as `mup.base` would name them.
     kept: dict[str, Any]
