@@ -124,7 +124,7 @@ class Trainer:
         self.stop.at_once = False  # from here on there is something to lose
         if "validation" in self.owed:
             self.validate()
-        if loaded is not None:
+        if loaded is not None and any(name.endswith("_owed") for name in loaded.train):
             from titanlite.checkpoint.resume import settle
 
             settle(self)

@@ -71,6 +71,18 @@ def test_the_last_save_for_transformers_is_reported_beside_saves_in_the_backgrou
     assert read_entries(tmp_path)[-1]["saved_step"] == 2
 
 
+def test_a_run_that_has_ended_stays_as_it_is_when_the_last_save_gets_another_form(
+    pool: Pools, tmp_path: Path
+) -> None:
+    flags = ["--training.steps=2", "--no-validation.enable"]
+    pool(1).run(train_run, str(tmp_path), *flags)
+    flags += ["--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
+    found = pool(1).run(train_run, str(tmp_path), *flags)[0]
+    assert _said(found, "nothing to do")
+    assert steps_in(tmp_path / "checkpoint") == [2]
+    assert not (tmp_path / "checkpoint" / "step-2-hf").exists()
+
+
 def _seed(world: DistEnv, folder: Path, *flags: str) -> str:
     try:
         save_seed(make_trainer(world, str(folder), *flags).parts)

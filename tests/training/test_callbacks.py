@@ -15,7 +15,7 @@ from tests.support.processes import python
 from tests.support.tiny import TWENTY_STEPS
 from tests.support.whole_runs import make_trainer
 from tests.support.words import listening
-from titanlite import doors, exit_codes
+from titanlite import doors, exit_codes, main
 from titanlite.assembly.own_callbacks import check_trackers, load_callbacks
 from titanlite.callbacks import Callback, CallbackError, Callbacks, RunEnd
 from titanlite.checkpoint.manifest import read_manifest
@@ -24,9 +24,11 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
 from titanlite.config.run_sections import Job, Metrics
 from titanlite.dist.dist_env import DistEnv
-from titanlite.dist.signals import StopRequested
+from titanlite.dist.launch_env import read_launch_env
+from titanlite.dist.signals import StopRequested, StopSignal
 from titanlite.metrics.run_boards import Boards
 from titanlite.optim.bad_step_errors import BadStepError
+from titanlite.resolve.load import check_config
 from titanlite.runs.attempts import read_entries
 from titanlite.trainer import Trainer
 
@@ -286,6 +288,9 @@ def test_a_tracker_that_cannot_be_loaded_is_a_config_error(
     (problem,) = caught.value.problems
     assert (problem.key, problem.where) == ("metrics.trackers", "run.toml:7")
     assert f"the tracker 'mine' ({place}) {words}: " in problem.message
+    asked, config = check_config(["--metrics.trackers=mine"], 1)
+    with pytest.raises(ConfigError, match="metrics.trackers"):
+        main._Rank(read_launch_env(), asked, config, StopSignal()).load_code()
 
 
 def test_a_tracker_that_cannot_begin_costs_one_warning(

@@ -83,8 +83,9 @@ def begin_from(trainer: Trainer, loaded: LoadedState) -> None:
             able.add("validation")
         owed = {name for name in able if loaded.train.get(f"{name}_owed")}
         if owed:
-            # An earlier start from this checkpoint may have done it.
-            owed -= trainer.parts.world.broadcast(_measured(trainer))
+            # An earlier start from this checkpoint may have done it. Rank 0's file tells.
+            world = trainer.parts.world
+            owed -= world.broadcast(set() if world.rank else _measured(trainer))
         trainer.owed |= owed
 
 

@@ -1,4 +1,4 @@
-"""The small callbacks of every run: watchdog, timeouts, compilation, attempts, garbage."""
+"""The small callbacks of every run: watchdog, attempts, garbage."""
 
 from __future__ import annotations
 

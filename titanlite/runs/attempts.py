@@ -55,7 +55,7 @@ class _Entry(_Needed, total=False):
 def read_entries(folder: Path, problems: list[str] | None = None) -> list[dict[str, Any]]:
     """Return the lines of attempts.jsonl, oldest first, but for damaged ones.
 
-    problems: as for `utils.read_lines`.
+    problems: as for `read_lines`.
     """
     found: list[dict[str, Any]] = []
     said: list[str] = []
@@ -76,7 +76,7 @@ def read_attempts(folder: Path, problems: list[str] | None = None) -> Sequence[A
 
     An attempt is its start entry and its end entry in one: "time" becomes "started" and "ended"
     (seconds since 1970), the start's "step" "first_step". Without an end it has neither "ended" nor
-    "state"; "lost" is of the attempt before. problems: as for `utils.read_lines`.
+    "state"; "lost" is of the attempt before. problems: as for `read_lines`.
     """
     found: dict[int, dict[str, Any]] = {}
     for entry in read_entries(folder, problems):

@@ -45,7 +45,7 @@ def tell(said: Sequence[str], problems: list[str] | None) -> None:
 def read_metrics(path: Path, problems: list[str] | None = None) -> list[dict[str, Any]]:
     """Return the rows of a metrics.jsonl, but for damaged lines. Raises FileNotFoundError.
 
-    problems: as for `utils.read_lines`.
+    problems: as for `read_lines`.
     """
     if not path.exists():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
