@@ -116,7 +116,7 @@ def test_colours_only_where_wanted(
     if "TERM" in variables:
         monkeypatch.setattr(sys, "stdout", stream)
         assert cli.main(["config", "explain", "train_configs/debug_model.toml"]) == 0
-        assert "training.steps" in stream.getvalue()
+        assert "[training]" in stream.getvalue()
         assert "\033" not in stream.getvalue()
 
 
