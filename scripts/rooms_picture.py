@@ -17,7 +17,7 @@ from pathlib import Path
 
 import house
 
-#: What a room is for. The order within a row of the picture is the order here.
+#: Purpose of each room. A row of the picture keeps this order.
 CAPTIONS = {
     "contrib": "what stands beside the core",
     "cli": "the commands",

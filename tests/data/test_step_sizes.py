@@ -79,7 +79,7 @@ def test_every_step_has_the_size_and_place_of_a_walk(seed: int) -> None:
         size = course.size(after.steps)
         assert size.tokens == after.tokens - before.tokens
         assert course.size_at(before.position) == size
-        # Where a run goes on from here. Weights and rates of a phase begin together.
+        # The run continues from here. Weights and rates of a phase begin together.
         ahead = phases.course(before)
         rates = [step for step, _ in phases.rates(before)]
         later = [wanted[step - 1].position for step in rates if before.steps < step <= 40]

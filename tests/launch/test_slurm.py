@@ -31,7 +31,7 @@ FOLDER = ROOT / "deploy" / "examples" / "slurm"
 def test_a_job_that_is_asked_to_stop_saves_and_goes_on_later(
     slurm: Cluster, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """By the signal that Slurm sends before a time limit."""
+    """Stop the job by the signal that Slurm sends before a time limit."""
     folder = tmp_path / "run"
     umask = os.umask(0o022)
     try:
@@ -55,7 +55,7 @@ def test_a_job_that_is_asked_to_stop_saves_and_goes_on_later(
 def test_a_spare_node_replaces_one_that_is_lost_without_the_queue(
     slurm: Cluster, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """In a step, with its disk: the other node has a copy of its part."""
+    """Lose a node and its disk in a step: the other node has a copy of its part."""
     loss = lost_nodes.lose_one(slurm, tmp_path, lost_nodes.MOMENTS[1], undisturbed)
     # As `Held` stops there.
     assert (loss.done, loss.resumed) == (10, 8)

@@ -111,7 +111,7 @@ class TrainingComponents:
 
     @cached_property
     def resize(self) -> Callable[[StepSize], object]:
-        """What fits the model's parts to the size of a step."""
+        """The object that fits the model's parts to the size of a step."""
         if not self.run.data.phase:
             return do_nothing
         from titanlite.assembly.phase_resize import Resizer

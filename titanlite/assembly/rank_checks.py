@@ -65,7 +65,7 @@ class RankCheckError(RuntimeError):
 
 @dataclass(frozen=True)
 class Rank:
-    """What is known of a rank."""
+    """The facts that are known about a rank."""
 
     number: int
     host: str

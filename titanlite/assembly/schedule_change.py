@@ -7,7 +7,7 @@ from contextlib import suppress
 from titanlite.checkpoint.loaded import LoadedState
 from titanlite.optim.schedule import LearningRate
 
-#: What the record of a schedule leaves out where it is so.
+#: Values that the record of a schedule leaves out.
 _PLAIN = {"phases": [], "peaks": [], "in_tokens": False}
 
 

@@ -203,7 +203,7 @@ class HashingWriter(FileSystemWriter):
         self.written.update(self._files.written)
 
     def all_files(self) -> dict[str, Written]:
-        """On rank 0: return what all ranks have written.
+        """Return on rank 0 what all ranks have written.
 
         Raises CheckpointError when the folder holds anything else.
         """

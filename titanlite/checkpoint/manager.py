@@ -181,7 +181,7 @@ class Checkpointer:
         return loaded
 
     def _clean_up(self) -> None:
-        """On rank 0: let no local save from before this start come back."""
+        """Let rank 0 mark all local saves from before this start as dead."""
         self._deleter.delete(leftovers(self.root))
         if self.config.local_folder is None and (self.root / LOCAL_PAST).is_file():
             write_whole(self.root / LOCAL_PAST, b"")
@@ -302,13 +302,13 @@ class Checkpointer:
             raise
 
     def _mark(self, step: int) -> None:
-        """On rank 0, when what has the folder's place is gone."""
+        """Check the lock on rank 0, and clear what an earlier save of the step has left."""
         self._owner.look()
         clear_leftovers(self.root, step, self._deleter)
         begin(self.root, step, self._bad)
 
     def _publish(self, save: Save, manifest: Manifest) -> None:
-        """On rank 0: write the manifest, then prune. Raises CheckpointError."""
+        """Write the manifest on rank 0, then prune. Raises CheckpointError."""
         self._owner.look()
         seconds = round(time.perf_counter() - save.began, 3)
         publish(save.folder, replace(manifest, seconds=seconds))

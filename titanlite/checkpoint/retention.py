@@ -291,7 +291,7 @@ def prune(
     for step in reversed(steps_in(root)):
         if step >= newest or step in known_bad:
             continue
-        # The latest ones count only when they are whole. Of others the manifest alone is read.
+        # The latest ones count only when they are whole. For the others only the manifest is read.
         read = read_manifest if len(counted) < latest else parse_manifest
         with suppress(CheckpointError):
             manifest = read(step_folder(root, step))

@@ -50,7 +50,7 @@ def add_commands(commands: Commands) -> None:
         actions,
         _explain,
         "explain keys: value, source, type, default, meaning",
-        "FILE: the keys that it and the flags set. Nothing given: the defaults of all keys.",
+        "With a FILE it shows the keys that the file and the flags set, without one the defaults.",
         FLAGS,
     ).add
     add("words", "a key or section to explain in depth, and the TOML file", "KEY|FILE", nargs="*")

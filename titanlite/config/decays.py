@@ -8,7 +8,7 @@ from typing import NamedTuple
 class Decay(NamedTuple):
     """A kind of a decay: a value of `lr_scheduler.decay_type`."""
 
-    #: What the page of keys says.
+    #: The text of the page of keys.
     about: str
     #: (progress in [0, 1], lr_scheduler.min_lr_factor) → share of the peak.
     share: Callable[[float, float], float]

@@ -157,7 +157,7 @@ class _Value:
     raw: Any = None
     #: With its environment variables as written, for other machines; None: it has none.
     deferred: Any = None
-    #: What the value of a foreign file would run.
+    #: The code that the value of a foreign file would run.
     claims: tuple[Claim, ...] = ()
 
 

@@ -123,7 +123,7 @@ def command_line_entries(argv: Sequence[str]) -> tuple[list[Entry], list[Problem
     """Return the values of `--section.key value`, `--section.key=value`, `--no-section.key` and
     `--section.no_key`.
 
-    Of a flag given twice the last one wins.
+    If a flag is given twice, the last one wins.
     """
     entries: dict[str, Entry] = {}
     problems: list[Problem] = []

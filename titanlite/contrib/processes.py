@@ -138,7 +138,7 @@ def run(  # noqa: PLR0913
     """Run a command as `start` does, to its end; return its exit code.
 
     An exception meanwhile, such as Stopped, ends the command first: it gets the signal `ask`, and
-    `grace` seconds. Of two signals the first is raised. Raises OSError, and
+    `grace` seconds. If two signals come, the first one is raised. Raises OSError, and
     subprocess.TimeoutExpired after `seconds`.
     """
     process = start(command, console, environment, folder)

@@ -123,7 +123,7 @@ def _is_of(file: FoundFile, reader: Format) -> bool:
 
 
 def _of_split(texts: Sequence[FoundFile], place: Place, passed: _Passed) -> list[FoundFile]:
-    """Without any name of a split all files are train."""
+    """Files without the name of a split belong to train."""
     if place.split in (None, ALL_SPLITS):
         return list(texts)
     wanted = SPLIT_WORDS.get(place.split.lower(), place.split) if place.split else ""

@@ -1,4 +1,4 @@
-"""What a person and other tools see of a run.
+"""The figures and messages of a run, for people and other tools.
 
 - `metrics_logger` makes the figures of a log; `step_line` and `console` print them; `boards`,
   `run_boards` and `trackers` send them on. `throughput` and `stragglers` measure.

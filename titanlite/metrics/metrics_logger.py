@@ -165,7 +165,7 @@ class MetricsLogger(Callback):
             self._boards.close(failed=end.state not in ("done", "preempted"))
 
     def run_ids(self) -> dict[str, str]:
-        """On rank 0: return service → id of the run there."""
+        """Return on rank 0 service → id of the run there."""
         return self._boards.run_ids() if self._boards else {}
 
     def write(self, step: int, row: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Where a rank is in its run."""
+"""The step and phase that a rank is in."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from titanlite.utils import logger
 class Boards:
     """Sends each row to all boards of this rank.
 
-    toml: the resolved config, without secrets. step: that is done. resumed: the run goes on.
+    toml: the resolved config, without secrets. step: the last one done. resumed: the run continues.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Boards:
         close_all(self._all, failed)
 
     def run_ids(self) -> dict[str, str]:
-        """On rank 0: return service → id of the run there."""
+        """Return on rank 0 service → id of the run there."""
         return {tracker.key: tracker.run_id for tracker in self._trackers if tracker.run_id}
 
     @property

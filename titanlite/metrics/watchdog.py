@@ -307,7 +307,7 @@ class HangWatchdog(Position):
             self._followed.set()
 
     def _look_out(self, now: float) -> None:
-        """While this rank goes on: end it if NCCL has failed; on rank 0 watch all."""
+        """End this rank if NCCL has failed; on rank 0, watch all ranks."""
         failure = nccl_failure()
         if failure:
             # Its thread may wait for the device for ever, and NCCL is about to abort the process.
@@ -319,7 +319,7 @@ class HangWatchdog(Position):
             self._watch(now)
 
     def _watch(self, now: float) -> None:
-        """On rank 0: report if all ranks have stood still for too long."""
+        """Report on rank 0 if no rank has made progress for too long."""
         step, _, phase, since = self._now
         since = max(since, progress_at.get(phase, since))
         if self._reported is not None:

@@ -1,4 +1,4 @@
-"""What differs between two resolved configs."""
+"""Differences between two resolved configs."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class RunLock:
         with suppress(OSError):
             held = (read_lock(self.path) or {}).get("token") == self._token
             if held and not _remove(self.path):
-                # In a store that forbids deletions.
+                # The store forbids deletions.
                 released = {**json.loads(self._content), RELEASED: True}
                 self.path.write_bytes(json.dumps(released).encode())
 

@@ -127,7 +127,7 @@ def test_the_first_contact_says_what_is_missing(  # noqa: PLR0913
 
 
 def _refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """What a push says that is refused before it asks the hub."""
+    """Return the message of a push that is refused before it asks the hub."""
     try:
         code = main(["push", *map(str, words)])
     except SystemExit as error:

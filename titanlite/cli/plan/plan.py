@@ -26,7 +26,7 @@ def add_command(commands: Commands) -> None:
         "plan",
         "predict memory, speed, time and disk of a config, without a GPU",
         "Predict what a run needs: memory of each GPU by part, host memory, disk, "
-        f"speed and time. Without a word on the hardware: that of [launch]. {FLAGS}",
+        f"speed and time. Without an option for the hardware, [launch] names it. {FLAGS}",
         (
             f"Exit status: 0 when the run fits, {code} when it does not, 2 for a wrong config. "
             "docs/plan.md"

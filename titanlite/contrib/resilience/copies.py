@@ -93,7 +93,7 @@ def plan_copies(
 def places_of(found: Sequence[tuple[str, int, int]]) -> list[Hashable]:
     """Return what stands for each rank's node, from host name, device and number of the folder.
 
-    Disks of a node, lost together, are one place. On a single host they stand for nodes.
+    Disks of a node that are lost together are one place. On a single host they stand for nodes.
     """
     hosts = [host for host, _, _ in found]
     if len(set(hosts)) > 1:

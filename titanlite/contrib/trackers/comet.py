@@ -51,7 +51,7 @@ class CometTracker(Tracker):
         experiment.end()
 
     def _settings(self, comet_ml: Any) -> Any:
-        """Nothing but what is sent here is recorded."""
+        """Record only what is sent here."""
         return comet_ml.ExperimentConfig(
             log_code=False,
             log_graph=False,
