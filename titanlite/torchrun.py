@@ -156,10 +156,11 @@ def _keep_to_codes() -> None:
             return result
         # Where machines wait to join, another torchrun may have stopped all ranks.
         others_wait = False
-        # The machine of the store may have left.
-        with suppress(RendezvousError):
-            others_wait = group.spec.rdzv_handler.num_nodes_waiting() > 0
-        if final - set(exit_codes.STOPPED) or not others_wait:
+        if not final - set(exit_codes.STOPPED):
+            # The machine of the store may have left.
+            with suppress(RendezvousError):
+                others_wait = group.spec.rdzv_handler.num_nodes_waiting() > 0
+        if not others_wait:
             self._remaining_restarts = 0
         return result
 
