@@ -30,7 +30,6 @@ ARGS = replace(
     vocab_size=32,
 )
 DOWN = "model.layers.0.mlp.down_proj.weight"
-WQ = "layers.0.attention.wq.weight"
 
 
 def weights() -> dict[str, Tensor]:
