@@ -124,17 +124,6 @@ _IMAGE = "--launch.image=/fsx/my image.sqsh"
             "has 8 GPU",
         ),
         (["--launch.environment.HF_TOKEN=(removed)"], "launch.environment.HF_TOKEN", "secret"),
-        (["--launch.environment.A-B=1"], "launch.environment.A-B", "digits"),
-        (
-            ["--experimental.enable_compiled_autograd"],
-            "experimental.enable_compiled_autograd",
-            "compiled autograd",
-        ),
-        (
-            ["--launch.gpus_per_node=8", "--training.tensor_parallel_degree=3"],
-            "tensor_parallel_degree",
-            "divide",
-        ),
         (
             ["--launch.gpus_per_node=8", "--launch.shared_dir=/fsx"],
             "job.dump_folder",

@@ -130,20 +130,11 @@ def test_ranks_start_on_healthy_nodes_while_there_are_enough(
         assert words in output
 
 
-def test_the_script_runs_within_salloc(tmp_path: Path) -> None:
-    code, said = _run(tmp_path, [0], SPARE, SLURMD_NODENAME="")
-    assert code == 0, said
-    assert _starts(tmp_path) == ["a,b"]
-
-
 @pytest.mark.parametrize(
     ("codes", "starts", "end", "queued"),
     [
         ([7, 7, 0], 3, 0, False),
         ([137, 0], 1, 137, True),
-        ([5, 0], 1, 5, True),
-        ([2, 0], 1, 2, False),
-        ([7, 7, 7, 0], 3, 7, False),
     ],
 )
 def test_ranks_that_died_start_again_on_the_same_nodes_and_a_lost_node_leads_to_the_queue(
