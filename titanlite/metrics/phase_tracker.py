@@ -61,9 +61,9 @@ class Position:
 
         def end() -> None:
             logger.error(
-                f"callbacks and threads have not ended in {seconds:.0f} s after the last step: this "
-                "process ends. Its checkpoints are complete; a higher comm.init_timeout_seconds "
-                "gives more time"
+                f"callbacks and threads have not ended in {seconds:.0f} s after the last step, so "
+                "this process ends. Its checkpoints are complete. A higher "
+                "comm.init_timeout_seconds gives more time"
             )
             exit_codes.exit_now(code)
 
