@@ -17,8 +17,9 @@ from titanlite.config.data_sections import Data, Validation
 from titanlite.config.sections import Training
 from titanlite.data import DataError, EndOfData
 from titanlite.data.dataset_builder import TextReader, build_dataset
+from titanlite.data.epoch_order import epoch_order
 from titanlite.data.rows import IGNORE
-from titanlite.data.sequences import PackedDataset, epoch_order
+from titanlite.data.sequences import PackedDataset
 from titanlite.data.token_files import open_tokens
 from titanlite.data.tokenize_files import Corpus, Tokens
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, Tokenizer, load_tokenizer
