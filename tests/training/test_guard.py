@@ -142,15 +142,15 @@ def test_spikes_are_those_of_the_formula(sigmas: float, window: int) -> None:
     assert 2 < len(flagged) < 100
 
 
-@pytest.mark.parametrize(("norm", "loss"), [(1.0, INF), (NAN, 2.0)])
-def test_neither_the_loss_nor_the_norm_alone_is_enough(norm: float, loss: float) -> None:
+@pytest.mark.parametrize(
+    ("norm", "loss", "good"), [(1.0, 2.0, True), (1.0, INF, False), (NAN, 2.0, False)]
+)
+def test_neither_the_loss_nor_the_norm_alone_is_enough(
+    norm: float, loss: float, good: bool
+) -> None:
     """A target of probability zero has an infinite loss, but a finite gradient."""
-    guard = FiniteGuard(CPU)
     value = torch.tensor(loss)
-    assert not guard.check(1, torch.tensor(norm), value, value)
-    with pytest.raises(BadStepError) as caught:
-        guard.poll()
-    assert ("backward pass" in str(caught.value)) == (loss == 2.0)
+    assert bool(FiniteGuard(CPU).check(1, torch.tensor(norm), value, value)) == good
 
 
 def test_the_budget_is_of_the_last_steps() -> None:

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from tests.support.compare import LABELS, TOKENS, WARM, relative
-from tests.support.harness import TINY, Run, full_precision, stepper, train, train_afresh
+from tests.support.compare import LABELS, TOKENS, relative
+from tests.support.harness import TINY, Run, full_precision, train, train_afresh
 from tests.support.pool import Pools
-from tests.support.watch import GATHER, SUM, Sent, Watch, Wire
+from tests.support.watch import Watch
 from titanlite.config.sections import Compile
-from titanlite.dist.dist_env import DistEnv
 from titanlite.features.loss_chunks.head import ChunkedHead, chunk_head
 from titanlite.loss import batch_loss, cross_entropy_sum
 from titanlite.models.layers import Llama
@@ -129,38 +128,11 @@ def test_only_the_logits_of_one_chunk_exist_at_a_time() -> None:
     assert saved > 2 * logits * (chunks - 1) / chunks, (saved / logits, seen[1].peak / logits)
 
 
-# Ranks: grid.py has runs in chunks on all layouts
-
-
-def _step(world: DistEnv, run: Run) -> tuple[list[Sent], int]:
-    """A later step: what c10d sent but for counts, loss and norm, and calls of the loss."""
-    calls = [0]
-
-    def counting(logits: Tensor, labels: Tensor) -> Tensor:
-        calls[0] += 1
-        return cross_entropy_sum(logits, labels)
-
-    _, _, take = stepper(world, run, loss_function=counting)
-    seen: list[Sent] = []
-    take(1)  # FSDP sets itself up
-    calls[0] = 0
-    with Wire(seen.append):
-        take(2)
-    return [sent for sent in seen if sent.name != SUM or sent.bytes_in > 24], calls[0]
-
-
-RUN = Run(TOKENS, LABELS, WARM)
-FREED = full_precision(reshard_after_forward="always")
-
-
-@pytest.mark.slow
-def test_weights_are_gathered_and_gradients_reduced_as_often_as_for_the_whole(pool: Pools) -> None:
-    run = replace(RUN, training=FREED, args=replace(TINY, tied=True), accumulation=2)
-    whole, parts = (pool(2).run(_step, replace(run, loss_chunks=n)) for n in (1, 4))
-    for (expected, calls), (seen, more_calls) in zip(whole, parts, strict=True):
-        assert more_calls == 4 * calls > 0
-        assert seen == expected
-        assert GATHER in {sent.name for sent in seen}
+def test_a_head_that_cannot_do_it_is_refused() -> None:
+    model = _model()
+    model.output = nn.Linear(DIM, VOCAB)
+    with pytest.raises(ValueError, match=r"without bias, and this is Linear.*before fully_shard"):
+        chunk_head(model, 2)
 
 
 # Label smoothing and z-loss: the gradients of the plain formulas on every layout, and the loss that
