@@ -295,30 +295,18 @@ def test_no_policy_goes_on_with_weights_that_are_not_finite(
     (event,) = found["events"]
     if policy == "rollback":
         assert (found["step"], found["error"]) == (8, "")
-        assert (event["step"], event["action"], event["back_to_step"], event["left_out"]) == (
-            4,
-            policy,
-            2,
-            "3-4",
-        )
+        told = [event[key] for key in ("step", "action", "back_to_step", "left_out")]
+        assert told == [4, policy, 2, "3-4"]
         assert steps_in(tmp_path / "checkpoint") == [2, 4, 6, 8]
         return
     step, saved = (4, 2) if policy == "stop" else (5, None)
-    assert (found["code"], event["action"], event["kind"]) == (
-        exit_codes.GUARD,
-        "stop",
-        "weights not finite",
-    )
+    assert found["code"] == exit_codes.GUARD
+    assert (event["action"], event["kind"]) == ("stop", "weights not finite")
     assert found["error"].startswith(
         f"step {step}: model.output.weight on rank 1 is not finite after step 4"
     )
     end = read_entries(tmp_path)[-1]
-    assert (end["state"], end["exit_code"], end["step"], end["saved_step"]) == (
-        "stopped",
-        exit_codes.GUARD,
-        4,
-        saved,
-    )
+    assert (end["state"], end["step"], end["saved_step"]) == ("stopped", 4, saved)
     again = pool(2).run(_spoil_weight, str(tmp_path), 0, *flags)[0]
     assert (again["step"], again["error"]) == (8, "")
     assert saved is None or any(f"resumed from step {saved}" in line for line in again["said"])
