@@ -100,10 +100,6 @@ def test_several_runs_are_named_one_by_one(run: Path, capsys: pytest.CaptureFixt
     for root, step in ((run / "checkpoint", 4), (run / "other", 1)):
         assert f"{root}: " in listed
         assert f"newest valid: step-{step}" in listed
-    verified = _lines(capsys, "verify", run, run / "other" / "step-1")
-    assert [line.partition(": hashes are right")[0] for line in verified] == [
-        f"{run}/{name}" for name in ("checkpoint/step-2", "checkpoint/step-4", "other/step-1")
-    ]
 
 
 def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

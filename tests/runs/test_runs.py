@@ -176,11 +176,6 @@ def _insert(file: Path, number: int, line: bytes) -> None:
     file.write_bytes(b"".join([*lines[: number - 1], line + b"\n", *lines[number - 1 :]]))
 
 
-def _listed(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> str:
-    assert main(["runs", str(folder), *words]) == 0
-    return capsys.readouterr().out
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", [ATTEMPTS, "metrics.jsonl"])
 def test_a_damaged_line_is_named_and_the_rest_is_read(
@@ -190,16 +185,13 @@ def test_a_damaged_line_is_named_and_the_rest_is_read(
         write_metrics(tmp_path / run, [training_row(1, 8.0), training_row(2, 6.0)])
         start(tmp_path / run).end("done", 2)
     _insert(tmp_path / "bad" / name, 2, DAMAGES[damage])
-    out = _listed(capsys, tmp_path)
+    out = listed(capsys, str(tmp_path))[1]
     lines = {Path(line.split()[0]).name: line.split()[1:] for line in out.splitlines()[1:3]}
     assert lines["bad"][:5] == lines["good"][:5] == ["done", "2", "of", "40", "6.0000"]
     assert out.count("note: ") == 1
     assert f"note: {tmp_path}/bad/{name}:2: no JSON" in out
-    found = {Path(run["run"]).name: run for run in json.loads(_listed(capsys, tmp_path, "--json"))}
-    assert len(found["bad"]["problems"]) == 1
-    assert found["good"]["problems"] == []
-    if name == ATTEMPTS:
-        assert f"{ATTEMPTS}:2: no JSON" in _listed(capsys, tmp_path, "--attempts")
+    found = json.loads(listed(capsys, str(tmp_path), "--json")[1])
+    assert {Path(run["run"]).name: len(run["problems"]) for run in found} == {"bad": 1, "good": 0}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

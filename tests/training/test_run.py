@@ -80,18 +80,6 @@ def test_training_lowers_the_loss_and_validation_measures_the_same_tokens(
 
 
 @pytest.mark.slow
-def test_finished_run_says_how_to_go_on(pool: Pools, golden: GoldenRun, tmp_path: Path) -> None:
-    golden.copy(tmp_path)
-    again = pool(2).run(train_run, str(tmp_path), "--training.steps=20")[0]
-    assert again["step"] == 24
-    assert len(losses_of(again["rows"])) == 24
-    (line,) = [line for line in again["said"] if "nothing to do" in line]
-    assert "is of step 24 and the run has 20 steps" in line
-    assert "raise training.steps" in line
-    assert not any("schedule changed" in line for line in again["said"])
-
-
-@pytest.mark.slow
 def test_resume_says_how_the_learning_rate_changed(pool: Pools, tmp_path: Path) -> None:
     pool(1).run(
         train_run,
