@@ -149,15 +149,10 @@ def _resume(
     return found
 
 
-def _line(found: dict[str, Any]) -> str:
-    (line,) = [line for line in found["said"] if line.lower().startswith("resume ")]
-    return str(line)
-
-
 def test_a_run_that_goes_on_on_other_ranks_is_verified(
     pool: Pools, left: Path, tmp_path: Path
 ) -> None:
-    assert _line(_resume(pool, 1, left, tmp_path / "run")) == (
+    assert _said(_resume(pool, 1, left, tmp_path / "run"), "resume verified") == (
         "resume verified at step 4: every file is as it was written; the next batch is the one "
         "that was to come"
     )
@@ -176,9 +171,9 @@ def _late(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_skipped_batch_is_found(pool: Pools, left: Path, tmp_path: Path) -> None:
-    found = _line(_resume(pool, 2, left, tmp_path / "run", function=_late))
-    assert found.startswith("RESUME NOT VERIFIED at step 4: every file is as it was written;")
-    assert found.endswith("the next batch is not the one that was to come then")
+    found = _resume(pool, 2, left, tmp_path / "run", function=_late)
+    line = _said(found, "RESUME NOT VERIFIED at step 4: every file is as it was written;")
+    assert line.endswith("the next batch is not the one that was to come then")
 
 
 @pytest.mark.slow
@@ -191,8 +186,10 @@ def test_schedule_and_text_can_begin_anew(pool: Pools, left: Path, tmp_path: Pat
     now = losses_of(found["rows"])
     assert [now[step][2] for step in (5, 6)] == [before[step][2] for step in (1, 2)]
     assert any("but with new schedule, text" in line for line in found["said"])
-    assert _line(found).endswith("the next batch is another one, as allowed: dataloader")
+    assert _said(found, "resume verified").endswith(
+        "the next batch is another one, as allowed: dataloader"
+    )
     shutil.rmtree(tmp_path / "run" / "checkpoint" / "step-6")
     again = pool(2).run(train_run, str(tmp_path / "run"), "--training.steps=6", anew)[0]
     assert losses_of(again["rows"])[6] == now[6], "the schedule and the text continue"
-    assert _line(again).endswith("the next batch is the one that was to come")
+    assert _said(again, "resume verified").endswith("the next batch is the one that was to come")
