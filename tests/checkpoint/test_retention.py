@@ -332,13 +332,3 @@ def test_newest_is_found_by_number_and_a_demanded_step_by_name(tmp_path: Path) -
     with pytest.raises(CheckpointError, match=r"no step-7 \(steps there: 9, 10, 100\)"):
         find(tmp_path, 7)
     assert find(tmp_path / "nowhere") == (None, [])
-
-
-def test_known_damage_is_passed_over(tmp_path: Path) -> None:
-    write(tmp_path, 4, 5)
-    manifest, passed = find(tmp_path, known_bad={5: "a hash differs"})
-    assert manifest is not None
-    assert manifest.step == 4
-    assert passed == ["a hash differs"]
-    with pytest.raises(CheckpointError, match="a hash differs"):
-        find(tmp_path, 5, known_bad={5: "a hash differs"})

@@ -97,25 +97,6 @@ def test_a_resume_names_changes_and_keeps_the_files_of_the_former(
     assert not (tmp_path / "git.diff").exists()
 
 
-def test_the_start_after_a_killed_attempt_tells_its_loss(tmp_path: Path, start: Start) -> None:
-    start(tmp_path)
-    write_metrics(
-        tmp_path,
-        [training_row(1, 8.0), training_row(31, 7.0), {"step": 31, "validation_loss": 7.1}],
-    )
-    record = start(tmp_path, step=20, tokens=20_000)
-    entry = _last(tmp_path)
-    assert entry["after"] == "killed"
-    assert entry["lost"] == {
-        "attempt": 1,
-        "steps": 11,
-        "tokens": 11_000,
-        "seen": 1_000_031,
-    }
-    assert len(record.lines) == 1
-    assert "at least 11 steps (11,000 tokens)" in record.lines[0]
-
-
 @pytest.mark.parametrize(
     ("step", "state", "saved", "lost"),
     [(20, "failed", 20, 3), (0, "failed", None, 23), (0, "done", None, 0)],

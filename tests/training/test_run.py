@@ -18,12 +18,7 @@ from tests.support.ranks import train
 from tests.support.tiny import TWENTY_STEPS, size
 from tests.support.whole_runs import losses_of, make_trainer, train_run
 from titanlite import exit_codes
-from titanlite.assembly import start_report as opening
-from titanlite.checkpoint.loaded import LoadedState
 from titanlite.checkpoint.manifest import read_manifest
-from titanlite.config.sections import (
-    Checkpoint,
-)
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.dist.dist_env import DistEnv
 from titanlite.runs.attempts import read_attempts
@@ -282,17 +277,6 @@ def test_the_shipped_default_learns(tmp_path: Path) -> None:
     losses = losses_of(read_metrics(tmp_path / "metrics.jsonl"))
     last = [losses[step][0] for step in range(36, 41)]
     assert losses[1][0] - sum(last) / len(last) > 1.0
-
-
-def test_the_use_of_an_initial_load_path_is_told() -> None:
-    section = Checkpoint(enable_checkpoint=True, folder="b", initial_load_path="a")
-    assert opening.began(section, LoadedState(0, {}, folder=Path("a/step-4"), origin="from")) == (
-        "a run that starts from a/step-4 with its weights (checkpoint.initial_load_path; b has no "
-        "checkpoint yet)"
-    )
-    resumed = opening.began(section, LoadedState(2, {}, folder=Path("b/step-2")))
-    assert resumed.startswith("resumed from step 2 in b (")
-    assert "so checkpoint.initial_load_path is not used" in resumed
 
 
 def test_a_run_reports_everything_once(golden: GoldenRun) -> None:
