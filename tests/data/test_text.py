@@ -11,8 +11,8 @@ import pytest
 from tests.support.hub_server import HubServer
 from tests.support.texts import write_texts
 from titanlite.config.data_sections import Data, DataSource
+from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Training
-from titanlite.data import DataError
 from titanlite.data.dataset_builder import TextReader
 from titanlite.data.mixtures.mixed_rows import MixedRows
 from titanlite.data.rows import Rows
@@ -77,7 +77,7 @@ def test_a_mixture_of_a_stream_and_whole_text_is_the_same_on_all_ranks(folder: P
     assert mixed.slots == 1
     assert isinstance(mixed.rows[1], PackedDataset)
     assert mixed.rows[1].epochs == 1
-    with pytest.raises(DataError, match="a stream, whose length is not known"):
+    with pytest.raises(ConfigError, match=r"source\[1\].epochs: needs the length of all"):
         read(Data(source=sources, streaming=True), Training(seq_len=32))
     # The order of a source does not depend on the others.
     alone = read(Data(source=sources[:1]), Training(seq_len=32))
