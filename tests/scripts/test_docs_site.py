@@ -54,25 +54,6 @@ def test_the_navigation_has_every_page_once() -> None:
     assert all((ROOT / page).is_file() for page in found)
 
 
-def test_links_to_files_and_folders_lead_to_pages(script: ModuleType) -> None:
-    text = "[a](../examples/z_loss.py) [b](data.md#order) [c](../deploy/examples) `[d](no.py)`"
-    page, targets = script.with_site_links(text, ROOT / "docs" / "library.md")
-    assert page == (
-        "[a](../examples/z_loss.py.md) [b](data.md#order) [c](../deploy/examples.md) `[d](no.py)`"
-    )
-    names = [target.relative_to(ROOT).as_posix() for target in targets]
-    assert names == ["examples/z_loss.py", "docs/data.md", "deploy/examples"]
-    with pytest.raises(FileNotFoundError, match=r"docs/library.md links to no.md"):
-        script.with_site_links("[a](no.md)", ROOT / "docs" / "library.md")
-
-
-def test_a_list_or_table_below_text_gets_an_empty_line(script: ModuleType) -> None:
-    text = "Text:\n- one\n- two\n\n```\nText\n- code\n```\nRow\n| a |\n"
-    assert script.with_blank_lines(text) == (
-        "Text:\n\n- one\n- two\n\n```\nText\n- code\n```\nRow\n\n| a |\n"
-    )
-
-
 def test_a_broken_link_and_a_file_of_another_server_are_found(
     script: ModuleType, tmp_path: Path
 ) -> None:

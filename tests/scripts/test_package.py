@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import titanlite
 from tests.support.processes import ROOT, python
 
 LIGHT = """
@@ -31,13 +30,6 @@ print(sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
 def test_names_shapes_configs_and_records_need_no_torch() -> None:
     done = python("-c", LIGHT)
     assert done.stdout == "[]\n", done.stderr
-
-
-def test_a_name_that_is_not_public_is_no_attribute() -> None:
-    assert titanlite.Callback.__name__ == "Callback"
-    assert "Trainer" in dir(titanlite)
-    with pytest.raises(AttributeError, match="no attribute 'Trianer'"):
-        _ = titanlite.Trianer
 
 
 @pytest.fixture(scope="module")

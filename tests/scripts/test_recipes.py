@@ -117,13 +117,17 @@ def test_each_command_of_a_recipe_parses(name: str, capsys: pytest.CaptureFixtur
     capsys.readouterr()
 
 
-def test_the_configs_of_the_cluster_are_right(
+def test_the_configs_that_no_run_reads_are_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lay_out(read_recipe("8b-on-a-cluster"), tmp_path, {})
     monkeypatch.chdir(tmp_path)
-    assert main(["config", "check", "8b.toml", "--world-size", "16"]) == 0
-    assert main(["config", "check", "rehearsal.toml", "--world-size", "2"]) == 0
+    for file, ranks in {
+        "8b.toml": 16,
+        "rehearsal.toml": 2,
+        "examples/small_to_big.toml": 1,
+    }.items():
+        assert main(["config", "check", file, f"--world-size={ranks}"]) == 0
     capsys.readouterr()
 
 
