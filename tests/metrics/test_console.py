@@ -85,7 +85,6 @@ def test_lines_carry_local_time_problems_their_level_and_other_ranks_their_numbe
 @pytest.mark.parametrize(
     ("color", "terminal", "variables", "colored"),
     [
-        (None, False, {}, False),
         (None, True, {}, True),
         (None, False, {"FORCE_COLOR": "1"}, True),
         (None, True, {"NO_COLOR": "1"}, False),
