@@ -17,8 +17,7 @@ from tests.support.processes import ROOT
 from titanlite import exit_codes
 from titanlite.cli.argument_parser import GONE
 from titanlite.cli.command_table import COMMANDS, make_parser
-from titanlite.cli.flags import value_words
-from titanlite.cli.main import main, split_flags
+from titanlite.cli.main import main
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int) -> str:
@@ -48,6 +47,8 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int) -> str:
             "--training.steps 5"
         ),
         "--debug.deterministic true --training.steps=5 --strict debug_model.toml --world-size 1",
+        "--training.steps 5 --data.skip_steps 3 5-7 debug_model.toml --world-size 1",
+        "--data.streaming auto --training.compile False --training.steps=5 debug_model.toml",
     ],
 )
 def test_flags_stand_before_and_behind_the_file(
@@ -56,26 +57,6 @@ def test_flags_stand_before_and_behind_the_file(
     text = printed(capsys, "config", "check", *words.split(), code=0)
     assert "  steps          5, " in text
     assert "files          train_configs/debug_model.toml" in text
-
-
-def test_words_that_belong_to_a_flag() -> None:
-    assert value_words("--training.steps", ["5", "a.toml"]) == 1
-    assert value_words("--training.steps=5", ["a.toml"]) == 0
-    assert value_words("--no-training.compile", ["a.toml"]) == 0
-    assert value_words("--training.compile", ["a.toml"]) == 0
-    assert value_words("--training.compile", ["False", "a.toml"]) == 1
-    assert value_words("--data.streaming", ["auto", "a.toml"]) == 1
-    assert value_words("--checkpoint.milestones", ["5", "7", "a.toml"]) == 2
-    assert value_words("--checkpoint.milestones", ["5", "7"]) == 2
-    assert value_words("--job.config_file", ["a.toml", "b.toml"]) == 2
-    assert value_words("--training.nonsense", ["5", "a.toml"]) == 1
-    assert value_words("--launch.environment.HOST", ["name", "a.toml"]) == 1
-    assert split_flags(
-        ["train", "--data.skip_steps", "3", "5-7", "a.toml", "b.toml", "--nproc-per-node", "2"]
-    ) == (
-        ["train", "a.toml", "b.toml", "--nproc-per-node", "2"],
-        ["--data.skip_steps", "3", "5-7"],
-    )
 
 
 def test_options_stand_before_and_behind_the_words(capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,12 +107,6 @@ def test_what_is_gone_is_no_option_or_choice_of_its_command() -> None:
         assert last not in known
 
 
-def test_json_is_refused_with_what_prints_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--json: is for the list of runs" in printed(
-        capsys, "runs", "x", "--attempts", "--json", code=exit_codes.CONFIG
-    )
-
-
 @pytest.mark.parametrize(
     ("words", "usage", "expected"),
     [
@@ -158,6 +133,7 @@ def test_json_is_refused_with_what_prints_none(capsys: pytest.CaptureFixture[str
             "unknown option --qqqq: `titanlite runs --help` lists the options",
         ),
         ("data verify a word", "titanlite data verify [-h]", "unexpected words: word"),
+        ("data prepare a --out b", "titanlite data prepare [-h]", "required: --tokenizer"),
     ],
 )
 def test_wrong_options_show_the_usage_of_their_command(

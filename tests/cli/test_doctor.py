@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.processes import ROOT
 from titanlite.cli import doctor
-from titanlite.cli.doctor import ERROR, OK, WARNING, checks, examine
+from titanlite.cli.doctor import ERROR, OK, WARNING, checks
 from titanlite.cli.main import main
 from titanlite.plan.hardware import INSTANCES
 
@@ -46,14 +46,6 @@ def test_every_check_is_documented_and_no_secret_is_shown(
     assert code == 1 and "a CPU has no float8 products" in text  # the 8B wants them
 
 
-def test_a_check_that_fails_is_a_finding() -> None:
-    def fails() -> Iterator[tuple[str, ...]]:
-        yield OK, "first"
-        raise OSError("broken")
-
-    assert list(examine(fails)) == [(OK, "first"), (WARNING, "not examined: OSError: broken")]
-
-
 def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "cannot be written to" in found(lambda: doctor._folder("/proc"), ERROR)
     assert found(lambda: doctor._folder(str(tmp_path)), ERROR) == ""
@@ -70,13 +62,9 @@ def test_the_interface_that_gloo_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostbyname", lambda _: "127.0.1.1")
     assert "set GLOO_SOCKET_IFNAME to one of ens5" in found(doctor._network, WARNING)
     monkeypatch.setattr("socket.gethostbyname", lambda _: "10.0.0.7")
-    assert "interfaces: lo, ens5; the host name " in found(doctor._network, OK)
-    assert found(doctor._network, OK).endswith(" means 10.0.0.7")
     assert not found(doctor._network, WARNING)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     assert "but the interfaces are lo, ens5" in found(doctor._network, ERROR)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "^docker")
-    assert found(doctor._network, ERROR) == ""
 
 
 def test_gpus_with_faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -94,9 +82,8 @@ def test_gpus_with_faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     healthy, errors, warnings = (found(doctor._gpus, status) for status in (OK, ERROR, WARNING))
     assert "GPU 0: NVIDIA A100, 40960 MiB, capability 8.0, driver 550.1" in healthy
     assert "GPU 0: 3 uncorrected memory errors" in errors
-    assert "GPU 1" not in errors
     assert "GPU 1: 5000 MiB are in use" in warnings
-    assert "GPU 0" not in warnings
+    assert "GPU 1" not in errors and "GPU 0" not in warnings
     import torch
 
     monkeypatch.setattr(torch.version, "cuda", None)

@@ -88,36 +88,28 @@ def test_it_equals_the_figures_of_the_run_to_the_last_bit(
         assert on_one.all.loss == pytest.approx(row["validation_loss"], rel=1e-6)
 
 
-def test_the_command_prints_one_json_object(
+@pytest.mark.slow
+def test_ranks_of_torchrun_measure_together_and_one_prints_a_json_object(
     trained: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     folder, row = trained
-    words = ["eval", folder / "checkpoint" / "step-2", "--json", "--validation.batch_size=8"]
-    done = titanlite(*words, cwd=tmp_path)
-    found = json.loads(done.stdout)
-    assert done.returncode == 0
-    assert (found["step"], found["ranks"]) == (2, 1)
-    assert found["loss"] == pytest.approx(row["validation_loss"], rel=1e-6), (
-        "twice the batch on half the ranks"
-    )
-    assert found["tokens"] == row["validation_tokens"]
-    assert set(found["sources"]) == {
-        "c4_test",
-        "c4_validation",
-    }
-
-
-@pytest.mark.slow
-def test_ranks_of_torchrun_measure_together_and_one_prints_the_table(
-    trained: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
     words = ["-m", "titanlite.torchrun", "--nproc_per_node=2", "--standalone", "-m", "titanlite"]
-    done = python(*words, "eval", trained[0], cwd=tmp_path)
+    done = python(*words, "eval", folder / "checkpoint" / "step-2", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["step"], found["ranks"]) == (2, 2)
+    assert (found["loss"], found["tokens"]) == (row["validation_loss"], row["validation_tokens"])
+    assert set(found["sources"]) == {"c4_test", "c4_validation"}
+
+
+def test_the_command_prints_a_table(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    done = titanlite("eval", trained[0], "--validation.batch_size=8", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     title, head, *rows = done.stdout.splitlines()
     assert title.endswith("step-2")
     assert head.split() == ["text", "loss", "perplexity", "tokens"]
     assert [line.split()[0] for line in rows] == ["c4_test", "c4_validation", "all"]
+    # Twice the batch on half the ranks.
     assert rows[-1].split()[1] == f"{trained[1]['validation_loss']:.4f}"
 
 

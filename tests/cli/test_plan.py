@@ -87,22 +87,6 @@ def test_errors_say_what_to_do(plan: Any, words: list[str], said: str) -> None:
     assert said in error
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--html", "x.html"], "--html is gone: the text and --json have the memory by part"),
-        (["--search", "--allow=float8"], "--allow is gone: give --float8.enable_float8_linear"),
-        (["--htm", "x.html"], "unknown option --htm"),
-    ],
-)
-def test_an_option_that_is_gone_says_the_other_way(
-    plan: Any, capsys: pytest.CaptureFixture[str], words: list[str], said: str
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        plan("llama3_8b.toml", *H100, *words)
-    assert said in capsys.readouterr().err
-
-
 def test_a_plan_needs_no_torch() -> None:
     words = ["plan", "llama3_8b.toml", *H100]
     code = (

@@ -84,11 +84,10 @@ def test_the_command_line_of_torchrun(start, monkeypatch: pytest.MonkeyPatch) ->
     assert given.endswith(
         " -m titanlite train --job.config_file debug_model.toml --job.description two words"
     )
-    monkeypatch.setenv("NGPU", "2")
-    assert "--nproc_per_node 3 " in start("debug_model.toml", "--nproc", "3")
+    assert "--nproc_per_node 2 " in start("debug_model.toml", "--nproc", "2")
 
 
-def test_one_of_several_machines(start) -> None:
+def test_one_of_several_machines(start, monkeypatch, capsys) -> None:
     given = start(
         "debug_model.toml", "--nproc=1", "--nnodes=2", "--node-rank=1", "--master=10.0.0.1"
     )
@@ -100,6 +99,9 @@ def test_one_of_several_machines(start) -> None:
     fit = ["debug_model.toml", "--nproc=1", "--master=a", "--training.tensor_parallel_degree=2"]
     assert start(*fit) == exit_codes.CONFIG  # one rank
     assert "--nnodes 2" in start(*fit, "--nnodes=2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert start("debug_model.toml", "--nproc=2") == exit_codes.CONFIG
+    assert "torchrun" in capsys.readouterr().err
 
 
 def test_section_launch(start, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -108,7 +110,6 @@ def test_section_launch(start, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     assert "set launch.system to submit it" in capsys.readouterr().err
     assert "--nnodes 2" in start(*several, "--nnodes=2", "--master=a")
     assert "rdzv_endpoint localhost:0" in start(*several, "--nnodes=1")
-    assert "--nproc_per_node 1" in start("debug_model.toml", "--nproc=1", "--launch.system=slurm")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("HF_TOKEN", "s3cret")
     variables = ["--launch.environment.NCCL_DEBUG=INFO", "--launch.environment.HF_TOKEN=(removed)"]
@@ -127,7 +128,6 @@ def test_rank_0_alone_has_the_terminal_to_itself(start, monkeypatch: pytest.Monk
         "debug_model.toml", "--nproc=3"
     )
     assert "--local-ranks-filter 0 -m titanlite train" in start("debug_model.toml", "--nproc=1")
-    assert "--tee 3 " in start("debug_model.toml", "--nproc=16")
     assert os.environ.pop("FORCE_COLOR") == "1"
     monkeypatch.setenv("LOG_RANK", "1")
     assert "--local-ranks-filter 1 --role rank --tee 3 " in start("debug_model.toml", "--nproc=3")
@@ -150,8 +150,6 @@ def test_one_rank_per_visible_gpu(
     monkeypatch.setenv("NGPU", "5")
     assert start("debug_model.toml") == exit_codes.CONFIG
     assert "2 GPU(s)" in capsys.readouterr().err
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert train.count_gpus() == 0
 
 
 @pytest.mark.parametrize(
@@ -193,11 +191,7 @@ def test_it_submits_to_the_system_of_the_config(
 def test_ranks_on_cpus_get_settings_of_malloc_unless_the_user_chose(
     start, monkeypatch: pytest.MonkeyPatch, gpus: int, own: dict[str, str], chosen: str | None
 ) -> None:
-    kept = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith(("LD_PRELOAD", "MALLOC_", "GLIBC_TUNABLES"))
-    }
+    kept = {name: os.environ[name] for name in ("PATH", "TMPDIR")}
     monkeypatch.setattr(os, "environ", kept | own)
     monkeypatch.setattr(train, "count_gpus", lambda: gpus)
     assert "--nproc_per_node" in start("debug_model.toml", "--nproc=1")

@@ -6,12 +6,10 @@ the reason.
 
 from __future__ import annotations
 
-import ast
-import http.server
 import json
+import re
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,6 +35,7 @@ from tests.cli.poison import (
 )
 from tests.support.commands import commands
 from tests.support.golden_run import MORE, GoldenRun
+from tests.support.hub_server import HubServer
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.cli.command_table import make_parser
@@ -78,8 +77,7 @@ REASONS = {
     "data peek": OWN,
     "data verify": "reads numbers; an index that names files elsewhere: tests/data/test_token_integrity.py",  # noqa: E501
     "data prepare": (
-        "reads texts; test_a_chain_of_urls_is_refused, templates: "
-        "test_a_template_cannot_leave_its_sandbox"
+        "reads texts; test_a_chain_of_urls_is_refused, templates: tests/data/test_chat.py"
     ),
     "sweep": OWN,
     "ladder": f"{OWN}; points are numbers",
@@ -218,36 +216,29 @@ def test_code_that_a_kept_config_names_is_not_imported(poisoned: Poisoned, way: 
     assert "started" in said
 
 
-def test_variables_and_other_files_that_a_kept_config_names_are_not_read(
-    poisoned: Poisoned, server: list[str]
+def test_variables_and_other_files_that_a_kept_config_names_are_read_with_the_flag_alone(
+    poisoned: Poisoned,
 ) -> None:
     other = poisoned.run / "other.toml"
     other.write_text(f'[model]\nname = "{poisoned.evil.named("SPEC")}"\n')
-    url = f"{server[0]}/${{{VARIABLE}}}.jsonl"
-    keys = ("training.dataset_path", "validation.dataset_path")
-    poison(poisoned.step, {"job.extends": [str(other)], **dict.fromkeys(keys, url)})
-    code, said = poisoned.call("eval", ["{step}"])
-    assert code == exit_codes.CONFIG
-    assert not poisoned.evil.ran
-    assert SECRET not in said
-    assert server[1:] == []
-    for key in keys:
+    with HubServer(poisoned.run) as server:
+        key, url = "validation.dataset_path", f"{server.url}/${{{VARIABLE}}}.jsonl"
+        poison(poisoned.step, {"job.extends": [str(other)], key: url})
+        code, said = poisoned.call("eval", ["{step}"])
+        assert code == exit_codes.CONFIG
+        assert not poisoned.evil.ran
+        assert SECRET not in said
+        assert not server.requests
         _names(said, "manifest.json", key, f"${{{VARIABLE}}}")
-    _names(said, "manifest.json", "job.extends", str(other))
-
-
-def test_with_the_flag_a_variable_is_announced_and_read(
-    poisoned: Poisoned, server: list[str]
-) -> None:
-    """The server of the test above would have seen the secret."""
-    poison(poisoned.step, {"validation.dataset_path": f"{server[0]}/${{{VARIABLE}}}.jsonl"})
-    _, said = poisoned.call("eval", ["{step}", trust.FLAG])
-    assert f"reads the environment variable {VARIABLE}" in said
-    manifest = read_manifest(poisoned.step)
-    run = config_of(poisoned.step, manifest, None, [], 1, trust_code=True)
-    with suppress(DataError):
-        read_texts(run, poisoned.step, manifest)
-    assert any(SECRET in path for path in server[1:]), said
+        _names(said, "manifest.json", "job.extends", str(other))
+        poison(poisoned.step, {"job.extends": [], key: url})
+        _, said = poisoned.call("eval", ["{step}", trust.FLAG])
+        assert f"reads the environment variable {VARIABLE}" in said
+        manifest = read_manifest(poisoned.step)
+        run = config_of(poisoned.step, manifest, None, [], 1, trust_code=True)
+        with suppress(DataError):
+            read_texts(run, poisoned.step, manifest)
+        assert any(SECRET in request.path for request in server.requests), said
 
 
 def test_a_flag_of_the_user_replaces_what_the_checkpoint_names(poisoned: Poisoned) -> None:
@@ -263,47 +254,6 @@ def test_the_code_of_ones_own_config_needs_no_flag(poisoned: Poisoned) -> None:
     own.write_text(f'[model]\nname = "./{poisoned.evil.file.name}:SPEC"\nflavor = "debugmodel"\n')
     code, said = poisoned.call("config check", [str(own)])
     assert code == 0 and poisoned.evil.ran, said
-
-
-def test_claims_are_of_the_values_in_effect_alone() -> None:
-    from titanlite.config.load import read_text
-
-    mixture = '[[data.source]]\nname = "evil:texts"\n[[data.source]]\nname = "c4"\n'
-    text = f'{mixture}[optimizer]\nname = "evil:Optimizer"\n'
-    file = Path("run/config.toml")
-    config, problems = read_text(text, file, origin=trust.Origin.FOREIGN)
-    assert not problems
-    found = {claim.key: claim.value for claim in config.claims}
-    assert found == {"data.source": "evil:texts", "optimizer.name": "evil:Optimizer"}
-    assert not config.changed(dict.fromkeys(found, [])).claims
-    flags = ["--data.source=[]", "--optimizer.name=AdamW"]
-    assert not read_text(text, file, flags, trust.Origin.FOREIGN)[0].claims
-    assert not read_text(text, file)[0].claims
-
-
-@pytest.fixture
-def server() -> Iterator[list[str]]:
-    """Its address, and then the path of each request to it."""
-    seen: list[str] = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            seen.append(self.path)
-            self.send_error(404)
-
-        do_HEAD = do_GET
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    serving = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    seen.append(f"http://127.0.0.1:{serving.server_port}")
-    thread = threading.Thread(target=serving.serve_forever)
-    thread.start()
-    yield seen
-    serving.shutdown()
-    thread.join()
-    serving.server_close()
 
 
 def _names(said: str, file: object, key: str, value: str) -> None:
@@ -386,18 +336,6 @@ def test_the_index_of_prepared_tokens_names_no_code(poisoned: Poisoned, tmp_path
     assert not poisoned.evil.ran
 
 
-def test_a_template_cannot_leave_its_sandbox(poisoned: Poisoned, tmp_path: Path) -> None:
-    from titanlite.data.chat import load_template
-    from titanlite.data.tokenizer import load_tokenizer
-
-    file = tmp_path / "evil.jinja"
-    file.write_text(TEMPLATE.format(mark=poisoned.evil.mark))
-    template = load_template(str(file), load_tokenizer())
-    with pytest.raises(DataError, match="the chat template refuses it"):
-        template.prompt([{"role": "user", "content": "hello"}], "prompt 1")
-    assert not poisoned.evil.ran
-
-
 def test_a_chain_of_urls_is_refused(tmp_path: Path) -> None:
     """fsspec follows the chain, and renders templates in the file at its end: older versions
     without a sandbox.
@@ -455,54 +393,25 @@ def test_training_from_a_poisoned_checkpoint_runs_none_of_its_code(
 # The code
 
 
-def _calls(names: set[str]) -> Iterator[tuple[str, ast.Call]]:
-    """Yield each call of some functions in the library, with its file."""
-    for file in sorted(ROOT.rglob("*.py")):
-        text = file.read_text()
-        if not any(f"{name}(" in text for name in names):
-            continue
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Call):
-                called = node.func
-                name = (
-                    called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-                )
-                if name in names:
-                    yield str(file.relative_to(ROOT)), node
-
-
-def _resolves_configs(file: str) -> bool:
-    """Whether `resolve` means that of a config there."""
-    text = (ROOT / file).read_text()
-    ours = "from titanlite.resolve.load import" in text or file == "resolve/load.py"
-    return ours and "from titanlite.config.dotted_paths" not in text
+def _files_with(pattern: str) -> set[str]:
+    """Return the files of the library whose code or text matches."""
+    files = {file: file.read_text() for file in ROOT.rglob("*.py")}
+    return {str(file.relative_to(ROOT)) for file, text in files.items() if re.search(pattern, text)}
 
 
 def test_code_is_imported_by_name_in_known_places_alone() -> None:
     """A new place must ask `titanlite.config.trust` first, and be added here."""
-    wanted = {"resolve_as", "resolve", "load_callbacks"}
-    places = {
-        file
-        for file, call in _calls(wanted)
-        if isinstance(call.func, ast.Name)
-        # Another function resolves a config.
-        and not (call.func.id == "resolve" and _resolves_configs(file))
-    }
-    assert places == {
+    assert _files_with(r"(?<![\w.`])(__import__|eval|exec|compile)\(") == set()
+    assert _files_with(r"from titanlite\.config\.dotted_paths import|load_callbacks\(") == {
         "assembly/build.py",
+        "assembly/own_callbacks.py",
         "config/own_functions.py",
         "main.py",
-        # The names of a fixed list.
+        # The names of a fixed list, and one that is only shown.
         "models/families.py",
-        "assembly/own_callbacks.py",
-        "config/dotted_paths.py",
+        "callbacks.py",
     }
-    wanted = {"import_module", "exec_module"}
-    dynamic = {file for file, _ in _calls(wanted)}
-    wanted = {"__import__", "eval", "exec", "compile"}
-    builtin = {file for file, call in _calls(wanted) if isinstance(call.func, ast.Name)}
-    assert not builtin
-    assert dynamic == {
+    assert _files_with(r"(import_module|exec_module)\(") == {
         "__init__.py",
         "config/dotted_paths.py",
         # The name is one of a fixed list.
@@ -518,8 +427,10 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
 
 
 def test_every_record_of_a_model_and_every_text_of_a_config_says_whose_it_is() -> None:
-    for file, call in _calls({"from_record"}):
-        assert len(call.args) >= 2, file
-    for file, call in _calls({"read_text"}):
-        if isinstance(call.func, ast.Name):
-            assert len(call.args) == 4, file
+    call = r"(?<![\w.])(?<!def )(from_record|read_text)\("
+    assert _files_with(call) == {
+        "checkpoint/choice.py",
+        "cli/eval_losses.py",
+        "cli/hub/export_weights.py",
+    }
+    assert not _files_with(call + r"(?![^\n]*\b(origin|trust\.))")

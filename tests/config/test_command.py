@@ -185,29 +185,15 @@ def test_help_names_the_commands(capsys):
     assert out.startswith("usage: titanlite ")
     assert all(f"\n    {name}" in out for name in COMMANDS)
     assert run(capsys, "checkpoint")[1].startswith("usage: titanlite checkpoint ")
-    assert "show" in run(capsys, "config")[1]
-    for words in (["--help"], ["config", "--help"], ["config", "check", "-h"], ["nonsense"]):
-        with pytest.raises(SystemExit) as caught:
+    for words, code in ((["--help"], 0), (["config", "check", "-h"], 0), (["nonsense"], 2)):
+        with pytest.raises(SystemExit, match=str(code)):
             main(words)
-        assert caught.value.code == (2 if words == ["nonsense"] else 0)
 
 
 def test_version(capsys):
     torch = re.escape(metadata.version("torch"))
     versions = rf"titanlite {titanlite.__version__}, torch {torch}, python 3\.\d+\.\d+\n"
     assert re.fullmatch(versions, run(capsys, "--version")[1])
-
-
-def test_ranks_that_cannot_be_started_are_refused(capsys, monkeypatch):
-    train = ["train", "debug_model.toml", "--nproc-per-node"]
-    status, _, err = run(capsys, *train, "0")
-    assert status == 2
-    assert err.startswith("1 problem on the command line:\n  command line: --nproc: ")
-    assert run(capsys, *train, "3", "--training.data_parallel_shard_degree", "2")[0] == 2
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    status, _, err = run(capsys, *train, "2")
-    assert status == 2
-    assert "torchrun" in err
 
 
 _TIMED = """

@@ -147,13 +147,6 @@ def test_written_out_config_loads_to_the_same_values(tmp_path):
     assert "tokens = 100000  # command line" in config.to_toml()
 
 
-def test_help_prints_the_usage_and_exits_0(capsys):
-    with pytest.raises(SystemExit) as caught:
-        load(["--help"])
-    assert caught.value.code == 0
-    assert "titanlite config explain" in capsys.readouterr().out
-
-
 def test_a_leading_tilde_is_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "base.toml").write_text('[training]\ndataset_path = "~/text"\n')
@@ -170,14 +163,6 @@ def test_a_leading_tilde_is_the_home_folder(tmp_path, monkeypatch):
     assert run.model.tokenizer_path == f"{tmp_path}/a~/t.model"
     assert run.job.save_config_file == f"{tmp_path}/a.toml"
     assert f'dump_folder = "{tmp_path}/runs"' in run.toml
-
-
-def test_the_path_of_a_config_may_have_commas(tmp_path):
-    files = [str(tmp_path / name) for name in ("a,b.toml", "c.toml")]
-    for file in files:
-        Path(file).write_text("[training]\nsteps = 5\n")
-    for flags in (["--job.config_file", *files], ["--config_file", *files]):
-        assert load(flags).files == tuple(files)
 
 
 @pytest.mark.parametrize(

@@ -180,14 +180,6 @@ def test_an_unsupported_key_is_refused_where_any_layer_switches_its_feature_on(t
         written(tmp_path, text, "--parallelism.expert_parallel_degree=2")
 
 
-def test_keys_of_torchft_that_is_off_have_no_effect():
-    text = "[fault_tolerance]\nenable = false\nsync_steps = 10\nsemi_sync_method = 'diloco'\n"
-    config, problems = read_text(text, Path("run.toml"))
-    names = "fault_tolerance.sync_steps, fault_tolerance.semi_sync_method"
-    assert not problems
-    assert config.notes == (f"no effect, as their features are off: {names}",)
-
-
 def test_a_python_config_is_refused_with_the_page_that_helps():
     (problem,) = read_text("from torchtitan.trainer import Trainer\n", Path("llama.py"))[1]
     assert (problem.where, problem.code) == ("llama.py", "broken-toml")

@@ -64,9 +64,6 @@ def test_every_other_name_is_known_and_deprecated():
         ("training.steps", {"type": "integer", "minimum": 1}),
         ("optimizer.beta1", {"type": "number", "minimum": 0, "exclusiveMaximum": 1}),
         ("training.global_batch_size", {"anyOf": [{"const": -1}, {"minimum": 1}]}),
-        ("training.local_batch_size", {"type": "integer", "minimum": 1}),
-        ("metrics.disable_color_printing", {"type": "boolean"}),
-        ("model.overrides", {"type": "object"}),
     ],
 )
 def test_values_have_their_limits(name, entry):

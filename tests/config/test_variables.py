@@ -70,16 +70,6 @@ def test_flags_and_extended_files_have_variables_too(file, monkeypatch):
     assert load_file("more.toml").sections.model.tokenizer_path == "/data/tokenizer.model"
 
 
-def test_a_variable_in_the_place_of_a_number_gets_the_flag_that_a_shell_replaces(file, monkeypatch):
-    monkeypatch.setenv("N", "5")
-    with pytest.raises(ConfigError) as error:
-        load(["--training.steps=${N}"])
-    assert (
-        error.value.problems[0].remedy
-        == 'variables stand in strings only; a shell replaces --training.steps="$N"'
-    )
-
-
 def test_an_unset_variable_is_named_with_file_line_and_key(file, monkeypatch):
     monkeypatch.delenv("PART")
     with pytest.raises(ConfigError) as error:

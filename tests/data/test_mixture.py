@@ -13,11 +13,9 @@ from tests.support.sources import Numbers
 from tests.support.texts import write_records
 from titanlite.assembly.datasets import phases_of, read_datasets
 from titanlite.data import DataError, EndOfData
-from titanlite.data.loader import Fetched, TrainLoader
+from titanlite.data.loader import TrainLoader
 from titanlite.data.mixtures.mixed_rows import MixedRows
 from titanlite.data.step_sizes import Course, StepSize
-from titanlite.metrics.bad_step_log import AnomalyLog
-from titanlite.optim.bad_step_errors import BadStepError
 from titanlite.resolve.load import load_config
 
 #: Steps of 4 sequences of 2 tokens.
@@ -164,19 +162,6 @@ def test_a_source_that_was_served_stays_and_a_lowered_limit_ends_it() -> None:
     less.load_state_dict(state, 400)  # 200 of each are served
     assert {name for name, _ in located(less, 600, 400)} == {"b"}
     assert less.total_sequences == 600
-
-
-def test_the_record_of_a_bad_last_step_has_the_documents_of_all_ranks(tmp_path) -> None:
-    """And none of the padding."""
-    rows = mix({"a": 1, "b": 1}, {"a": 5, "b": 5})
-    AnomalyLog(tmp_path, rows, STEADY, share=(0, 2)).skipped(
-        BadStepError(3, 9.0, 9.0, "why"), Fetched([], {"next_sequence": 8}, {"next_sequence": 12})
-    )
-    (event,) = map(json.loads, (tmp_path / "guard.jsonl").read_text().splitlines())
-    assert rows.total_sequences == 10
-    assert event["documents"] == {
-        str(n): [f"{name}: {i}"] for n, (name, i) in enumerate(located(rows, 10, 8), 8)
-    }
 
 
 def test_a_phase_begins_at_its_step_or_with_the_first_step_after_its_tokens(tmp_path) -> None:

@@ -15,7 +15,7 @@ from tests.support.texts import write_texts
 from tests.support.token_folders import write_prepared
 from titanlite.config.data_sections import Data, Validation
 from titanlite.config.sections import Training
-from titanlite.data import DataError, EndOfData
+from titanlite.data import DataError
 from titanlite.data.dataset_builder import TextReader, build_dataset
 from titanlite.data.rows import IGNORE
 from titanlite.data.sequences import PackedDataset, epoch_order
@@ -42,23 +42,8 @@ def test_the_order_never_changes() -> None:
     """A run resumed with a later version must read on where it stopped."""
     assert epoch_order(8, seed=0, epoch=0).tolist() == [7, 0, 2, 3, 1, 6, 4, 5]
     assert epoch_order(8, seed=0, epoch=1).tolist() == [4, 6, 2, 0, 5, 1, 7, 3]
-    assert epoch_order(8, seed=1, epoch=0).tolist() == [7, 3, 1, 5, 4, 2, 0, 6]
-    assert epoch_order(13, seed=42, epoch=1000).tolist() == [
-        7,
-        1,
-        8,
-        12,
-        6,
-        4,
-        2,
-        9,
-        0,
-        11,
-        10,
-        3,
-        5,
-    ]
-    assert epoch_order(2336, seed=0, epoch=0)[:6].tolist() == [2129, 870, 202, 1113, 1935, 827]
+    late = epoch_order(13, seed=42, epoch=1000).tolist()
+    assert late == [7, 1, 8, 12, 6, 4, 2, 9, 0, 11, 10, 3, 5]
     assert epoch_order(5, 1, 2, shuffle=False).tolist() == [0, 1, 2, 3, 4]
 
 
@@ -105,37 +90,6 @@ def test_every_token_is_a_target_once_per_epoch(
     assert targets == stream[1:]
 
 
-def test_without_end_a_sequence_depends_on_its_number_alone(corpus: Corpus) -> None:
-    endless = PackedDataset(corpus, seq_len=64, seed=3)
-    stream = stream_of(corpus, 12, 3)
-    assert stream[:599] != stream[599:1198]
-    assert sorted(stream[:599]) == sorted(stream[599:1198])
-    for i in np.random.default_rng(0).permutation(101).tolist():
-        tokens, labels, _ = endless.sequence(i)
-        start = endless.window(i) * 64
-        assert tokens.tolist() == stream[start : start + 64]
-        assert labels.tolist() == stream[start + 1 : start + 65]
-    other = PackedDataset(corpus, seq_len=64, seed=4)
-    assert other.sequence(0)[0].tolist() != endless.sequence(0)[0].tolist()
-
-
-def test_last_sequence_is_padded_with_labels_of_no_weight(corpus: Corpus) -> None:
-    dataset = PackedDataset(corpus, seq_len=100, shuffle=False, epochs=1)
-    assert (dataset.corpus.documents, dataset.tokens_per_epoch, dataset.sequences_per_epoch) == (
-        29,
-        599,
-        6,
-    )
-    assert dataset.total_sequences == 6  # 598 targets
-    tokens, labels, _ = dataset.sequence(5)
-    assert labels.tolist() == [*range(502, 600), IGNORE, IGNORE]
-    assert tokens.tolist() == [*range(501, 600), corpus.pad_id]
-    with pytest.raises(EndOfData, match="6 sequences in 1 epoch$"):
-        dataset.sequence(6)
-    assert PackedDataset(corpus, seq_len=100, epochs=2).total_sequences == 12
-    assert PackedDataset(corpus, seq_len=100).total_sequences is None
-
-
 # From sections to sequences
 
 
@@ -144,10 +98,7 @@ def test_documents_begin_with_bos_and_end_with_eos(tmp_path: Path) -> None:
         tmp_path / "c4.jsonl", ["In the beginning", "", "God created <|end_of_text|>"]
     )
     corpus = build(path, shuffle=False).corpus
-    documents = [
-        corpus.tokens[a:b].tolist()
-        for a, b in zip(corpus.offsets, corpus.offsets[1:], strict=False)
-    ]
+    documents = [part.tolist() for part in np.split(corpus.tokens, corpus.offsets[1:-1])]
     bos, eos = TOKENIZER.bos_id, TOKENIZER.eos_id
     assert documents[0] == [bos, *TOKENIZER.encode("In the beginning"), eos]
     assert documents[1] == [bos, eos]

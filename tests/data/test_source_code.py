@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.processes import ROOT
 from titanlite.config.data_sections import Data, Validation
-from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.choose_files import choose
@@ -20,7 +19,6 @@ from titanlite.data.listing import FoundFile, Listing, Place
 from titanlite.data.local_files import list_text
 from titanlite.data.text_files import iter_records
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.resolve.load import load_config
 
 TOKENIZER = load_tokenizer()
 
@@ -98,11 +96,9 @@ def test_a_code_base_is_one_text_of_all_its_languages_and_levels(tmp_path: Path)
     assert code.files == tuple(f"s3://b/c/{name}" for name in CODE)
 
 
-@pytest.mark.parametrize("suffix", [".rst", ".TOML", ".py.gz"])
-def test_a_folder_of_one_suffix_is_text(tmp_path: Path, suffix: str) -> None:
-    pack = gzip.compress if suffix.endswith(".gz") else bytes
+def test_a_folder_of_packed_code_is_text(tmp_path: Path) -> None:
     for number in range(3):
-        (tmp_path / f"{number}{suffix}").write_bytes(pack(f"text {number}\n".encode()))
+        (tmp_path / f"{number}.py.gz").write_bytes(gzip.compress(f"text {number}\n".encode()))
     files = [Path(name) for name in listed(tmp_path).files]
     assert [one.text for one in iter_records(files)] == [f"text {n}\n" for n in range(3)]
 
@@ -146,9 +142,6 @@ def test_keys_choose_a_format_for_training_and_validation(tmp_path: Path) -> Non
     assert held_out.listing is not None
     assert train.listing.kinds == {"source code": 1, "Markdown": 1}
     assert held_out.listing.kinds == {"plain text": 1}
-    (folder / "c.md").write_text("text\n")
-    with pytest.raises(ConfigError, match=r"(?s)several kinds.*data\.format"):
-        load_config("debug_model.toml", 1, [f"--training.dataset_path={folder}"])
 
 
 def test_the_page_lists_the_suffixes() -> None:

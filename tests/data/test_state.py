@@ -130,9 +130,3 @@ def test_a_place_behind_the_end_of_its_file_is_refused_and_one_within_goes_on_be
         loader = _loader(names, "stream")
         loader.load_state_dict(_changed(state, ("rows", "cursors", 0, place), 5000))
         assert loader.next_step()[0].tokens.shape == (8, SEQ)
-
-
-def test_an_order_by_whole_urls_is_no_other_order(names: list[str]) -> None:
-    state = _changed(_state(names, "mixture"), ("rows", "seeds"), {"stream": 5})
-    with pytest.raises(StateError, match=r"seeds = \['stream'\] is an order of sources"):
-        _loader(names, "mixture").load_state_dict(state)

@@ -84,8 +84,6 @@ def test_missing_path_empty_folder_and_foreign_file(tmp_path: Path) -> None:
     assert "holds no text; expected names in .json, .jsonl, " in refused(tmp_path)
     (tmp_path / "text.tar").write_bytes(b"a.txt" + bytes(100))
     assert "is a file of another kind" in refused(tmp_path / "text.tar")
-    with pytest.raises(DataError, match="allenai/c4 does not exist .*looked from"):
-        find_text("c4", "allenai/c4", "training.dataset_path")
 
 
 def test_patterns_subfolders_and_splits(tmp_path: Path) -> None:
@@ -93,8 +91,6 @@ def test_patterns_subfolders_and_splits(tmp_path: Path) -> None:
         write(tmp_path / name, name)
     assert texts(tmp_path) == ["a/3.jsonl", "b/1.jsonl", "b/2.jsonl"]
     assert texts(tmp_path / "*" / "[12]*") == ["b/1.jsonl", "b/2.jsonl"]
-    write(tmp_path / "._direct.jsonl", "hidden")
-    assert texts(tmp_path) == ["a/3.jsonl", "b/1.jsonl", "b/2.jsonl"]
     (tmp_path / "b").rename(tmp_path / "test")
     said = refused(tmp_path)
     assert "2 files of JSON lines, split test, in subfolders: test/1.jsonl, test/2.jsonl" in said
@@ -173,12 +169,9 @@ def test_a_truncated_or_damaged_file_is_refused_after_its_whole_rows(
 
 
 def test_an_arrow_stream_without_its_end_is_refused(tmp_path: Path) -> None:
-    rows = {"text": [str(n) for n in range(200)]}
-    path = make(tmp_path / "a.arrow", pa.table(rows))
-    content = path.read_bytes()
-    for lost in (8, 4, 400):
-        path.write_bytes(content[:-lost])
-        assert re.search("damaged after row|truncated", refused(path))
+    path = make(tmp_path / "a.arrow", pa.table({"text": [str(n) for n in range(200)]}))
+    path.write_bytes(path.read_bytes()[:-8])
+    assert re.search("damaged after row|truncated", refused(path))
 
 
 def test_zstd_frames_to_skip_are_skipped(tmp_path: Path) -> None:
@@ -186,23 +179,10 @@ def test_zstd_frames_to_skip_are_skipped(tmp_path: Path) -> None:
     # pzstd writes the size of the next frame into one.
     skip = struct.pack("<III", 0x184D2A5F, 4, 99)
     a, b = (zstandard.compress(record(one).encode() + b"\n") for one in "ab")
-    for content in (skip + a + skip + b, skip + skip + a + b + skip):
-        path.write_bytes(content)
-        assert texts(path) == ["a", "b"]
+    path.write_bytes(skip + skip + a + skip + b + skip)
+    assert texts(path) == ["a", "b"]
     path.write_bytes(skip + a + skip[:-2])
     assert "truncated after line 1" in refused(path)
-
-
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-def test_columns_and_fields_of_one_name_are_refused(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    for title, columns in (("other", Columns()), ("text", Columns()), ("b", Columns("text", "b"))):
-        make(path, pa.table([["x"], ["y"], ["z"]], names=["text", "b", title]))
-        if title == "other":
-            assert texts(path) == ["x"]
-            continue
-        with pytest.raises(DataError, match=f"a.* names two columns '{title}'"):
-            list(iter_records([path], columns))
 
 
 @pytest.mark.parametrize(

