@@ -97,9 +97,12 @@ def test_gpus_with_faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 
 def test_the_documented_table_of_instances_is_that_of_the_code() -> None:
-    row = r"^\| (`.*) \| (\d) x (\S+), (\d+) GB \| (\S+) \|$"
-    documented = {}
-    for names, gpus, gpu, memory, efa in re.findall(row, (DOCS / "README.md").read_text(), re.M):
-        for name in re.findall(r"`([^`]+)`", names):
-            documented[name] = (gpu, int(gpus), int(memory), int(efa.replace("–", "0")))
-    assert documented == {name: tuple(one)[:4] for name, one in INSTANCES.items()}
+    row = r"^\| (`.*) \| (\d x \S+, \d+ GB) \| (\S+) \|$"
+    documented = {
+        name: (machine, int(efa.replace("–", "0")))
+        for names, machine, efa in re.findall(row, (DOCS / "README.md").read_text(), re.M)
+        for name in re.findall(r"`([^`]+)`", names)
+    }
+    assert documented == {
+        name: (f"{one[1]} x {one[0]}, {one[2]} GB", one[3]) for name, one in INSTANCES.items()
+    }

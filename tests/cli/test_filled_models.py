@@ -1,7 +1,7 @@
 """Every command that fills a model gives it all that a checkpoint holds, buffers too.
 
-The weights begin as a checkpoint of random numbers. They go through `export` (which `push` calls)
-and adapters. Each result is loaded as by `eval` and `sample`.
+The weights begin as a checkpoint of random numbers. They go through `export`, which `push` calls.
+Each result is loaded as by `eval` and `sample`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from titanlite.cli.argument_parser import Parser
 from titanlite.cli.hub.export_weights import convert
 from titanlite.cli.loading import add_arguments, load_model
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
-from titanlite.features.lora.peft import save_peft
-from titanlite.features.lora.settings import Adapters
 from titanlite.models import SPECS, get_spec, resolve_args
 from titanlite.models.args import as_record
 
@@ -92,17 +90,6 @@ def theirs(folder: Path) -> torch.Tensor:
     return logits
 
 
-def with_idle_adapters(folder: Path, base: Path, family: str, args: Any) -> Path:
-    """Write adapters that add nothing."""
-    spec = get_spec(family)
-    assert spec.linears is not None
-    sizes = {name: size for name, size in spec.linears(args).items() if "attention" in name}
-    adapters = Adapters(rank=2, alpha=2.0, sizes=sizes)
-    tensors = {name: torch.zeros(shape) for name, shape in adapters.shapes.items()}
-    save_peft(folder, adapters, tensors, (spec, args), str(base))
-    return folder
-
-
 def check(tmp_path: Path, family: str, args: Any) -> None:
     expected = written(tmp_path / "first", family, args)
     first = tmp_path / "first" / "step-3"
@@ -116,8 +103,6 @@ def check(tmp_path: Path, family: str, args: Any) -> None:
         assert relative(theirs(folder), expected) < 1e-5
         exported(folder, tmp_path / "rounded", "bfloat16")
         paths += [folder, exported(folder, tmp_path / "again")]
-        if family != "hf":
-            paths.append(with_idle_adapters(tmp_path / "peft", folder, family, args))
     for path in paths:
         assert relative(logits_of(path), expected) < 1e-5, path
 

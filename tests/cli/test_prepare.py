@@ -66,7 +66,7 @@ def test_a_large_file_is_shared_by_any_number_of_processes(
     tmp_path: Path, command: Command, kind: str
 ) -> None:
     lines = [json.dumps({"text": f"record {n} " + "word " * (n * 7 % 40)}) for n in range(300)]
-    lines[150:150] = ["", ""]  # empty lines count, and are no documents
+    lines[150:150] = ["", ""]  # no documents
     file = tmp_path / f"big.{kind}"
     content = "".join(f"{line}\n" for line in lines)
     if kind == "parquet":
@@ -90,15 +90,6 @@ def test_a_large_file_is_shared_by_any_number_of_processes(
     assert files.offsets.tolist() == corpus.offsets.tolist()
     groups = {part.file.name[:10] for part in files.parts}
     assert len(groups) == 1 if kind == "jsonl.gz" else len(groups) > 10
-    for document, record in enumerate(iter_records([file])):
-        name, number = files.place_of(document)
-        base, _, begin = name.partition(" from byte ")
-        assert base == str(file)
-        if begin:
-            rest = content.encode()[int(begin.removesuffix(" on").replace(",", "")) :]
-            assert json.loads(rest.splitlines()[number - 1])["text"] == record.text
-        else:
-            assert number == record.number
 
 
 def test_an_error_in_a_large_file_names_the_place(tmp_path: Path, command: Command) -> None:

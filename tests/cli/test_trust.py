@@ -10,11 +10,11 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 
@@ -22,7 +22,6 @@ from tests.cli.poison import (
     CODE,
     SAYS,
     SECRET,
-    TEMPLATE,
     VARIABLE,
     Evil,
     Pickled,
@@ -319,30 +318,12 @@ def test_tokens_with_objects_are_refused(poisoned: Poisoned, tmp_path: Path) -> 
     assert poisoned.evil.ran
 
 
-def test_the_index_of_prepared_tokens_names_no_code(poisoned: Poisoned, tmp_path: Path) -> None:
-    text = tmp_path / "text.jsonl"
-    folder = tmp_path / "tokens"
-    text.write_text("".join(json.dumps({"text": f"line {n}"}) + "\n" for n in range(900)))
-    words = ["data", "prepare", str(text), "--out", str(folder), "--workers=1"]
-    assert main([*words, "--tokenizer=bundled"]) == 0
-    index = json.loads((folder / "index.json").read_text())
-    path = poisoned.evil.named("SPEC")
-    index |= {"tokenizer_path": path, "files": [path, *index["files"]], "auto_map": path}
-    index["options"]["chat"] = [TEMPLATE.format(mark=poisoned.evil.mark), []]
-    del index["checksum"]
-    (folder / "index.json").write_text(json.dumps(index))
-    code, said = poisoned.call("data peek", [f"--training.dataset_path={folder}"])
-    assert code == 0, said
-    assert not poisoned.evil.ran
-
-
 def test_a_chain_of_urls_is_refused(tmp_path: Path) -> None:
     """fsspec follows the chain, and renders templates in the file at its end: older versions
     without a sandbox.
     """
     import fsspec
 
-    from titanlite.cli.prepare_work_units import _about
     from titanlite.config.urls import chain_problem
     from titanlite.data.listing import Place
     from titanlite.data.remote import open_file
@@ -352,14 +333,10 @@ def test_a_chain_of_urls_is_refused(tmp_path: Path) -> None:
     references.write_text(json.dumps({"version": 1, "refs": {"x": "another text"}}))
     url = f"reference://x::file://{references}"
     assert fsspec.open(url).open().read() == b"another text"
-    readers: list[Callable[[], Any]] = [
-        lambda: url_text(Place(url)),
-        lambda: open_file(url).read(),
-        lambda: _about(url),
-    ]
-    for read in readers:
-        with pytest.raises(DataError, match="chain of URLs"):
-            read()
+    with pytest.raises(DataError, match="chain of URLs"):
+        url_text(Place(url))
+    with pytest.raises(DataError, match="chain of URLs"):
+        open_file(url).read()
     assert chain_problem("http://[::1]:8000/text.jsonl") == ""
 
 

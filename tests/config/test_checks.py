@@ -83,12 +83,6 @@ def test_ranks_and_model_are_checked_together_and_divided_only_if_they_are_right
     )
     odd = words("experimental.context_parallel_degree=2 training.seq_len=30 validation.enable")
     assert refusal(odd, 2).message.count("training.seq_len") == 1, "validation has the same length"
-    shared = [
-        problem
-        for problem in refusals(words("training.tensor_parallel_degree=3"), 3)
-        if "seq_len" in problem.key
-    ]
-    assert [problem.where for problem in shared] == ["command line"], "the length is a default"
 
 
 AC = "activation_checkpoint."
@@ -124,14 +118,6 @@ def test_halves_of_blocks_are_asked_for_only_where_they_are_compiled(tmp_path: P
     check_config([*flags, f"{mode}selective", f"--{AC}selective_ac_option=op"], 2)
     for halves in ([f"{mode}full"], [f"{mode}none", f"--{AC}offload"]):
         assert "sublayer_names" in refusal([*flags, *halves], 2).message
-
-
-def test_the_resolved_config_of_a_run_is_as_right_as_the_run(tmp_path: Path) -> None:
-    """A resolved config sets each key, also one whose default recomputes none of a single block."""
-    run = check_config(["--model.overrides.n_layers=1"], 1)[1]
-    (tmp_path / "config.toml").write_text(run.toml)
-    again = check_config([f"--job.config_file={tmp_path / 'config.toml'}"], 1)[1]
-    assert (again.activation_checkpoint, again.model) == (run.activation_checkpoint, run.model)
 
 
 def test_all_missing_files_are_named(tmp_path: Path) -> None:

@@ -66,16 +66,6 @@ def test_tables_merge_entry_by_entry(tmp_path):
         assert str(config.source("model.overrides.n_layers")) == "command line"
 
 
-def test_arrays_of_tables_and_odd_names_are_read(tmp_path):
-    (tmp_path / "run.toml").write_text(
-        '[[data.source]]\npath = "a"\n[[data.source]]\npath = "b"\nweight = '
-        '2\n[launch.volumes]\n"A.B" = "x"\n'
-    )
-    dialect = load_file(tmp_path / "run.toml").sections
-    assert [(s.path, s.weight) for s in dialect.data.source] == [("a", 1.0), ("b", 2.0)]
-    assert dialect.launch.volumes == {"A.B": "x"}
-
-
 MEANS = (Path(__file__).parent / "means.txt").read_text().splitlines()
 
 

@@ -17,23 +17,14 @@ SINGLE = "float8.scaling_type_"
 def test_every_key_is_read_by_code_that_acts_on_it() -> None:
     package = Path(titanlite.__file__).parent
     # These load, check and print keys.
-    files = [
-        f
-        for f in package.rglob("*.py")
-        if not {"config", "resolve", "checks.py"} & set(f.relative_to(package).parts)
-    ]
-    read = set(
-        re.findall(
-            r"\.([a-z]\w+)\b(?! *=[^=])",
-            "\n".join(file.read_text(encoding="utf-8") for file in files),
-        )
-    )
-    templates = "\n".join(
-        file.read_text(encoding="utf-8") for file in (package / "deploy").glob("*.jinja")
-    )
-    read |= set(re.findall(r"\{[{%][^}]*\b([a-z]\w+)\b", templates))
+    others = {"config", "resolve", "checks.py"}
+    files = [f for f in package.rglob("*.py") if not others & set(f.relative_to(package).parts)]
+    code = "\n".join(file.read_text() for file in files)
+    templates = "\n".join(file.read_text() for file in (package / "deploy").glob("*.jinja"))
     # A section answers questions about its own keys.
     sections = "".join(file.read_text() for file in (package / "config").glob("*sections.py"))
-    read |= set(re.findall(r"\bself\.([a-z]\w+)", sections))
-    acted = AT_LOAD | {key.name for key in keys().values() if key.field in read}
-    assert [key for key in keys() if key not in acted and not key.startswith(SINGLE)] == []
+    read = {*re.findall(r"\.([a-z]\w+)\b(?! *=[^=])", code)}
+    read.update(re.findall(r"\{[{%][^}]*\b([a-z]\w+)\b", templates))
+    read.update(re.findall(r"\bself\.([a-z]\w+)", sections))
+    unread = [key.name for key in keys().values() if key.field not in read]
+    assert [key for key in unread if key not in AT_LOAD and not key.startswith(SINGLE)] == []

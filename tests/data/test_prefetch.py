@@ -88,28 +88,17 @@ def test_steps_and_states_are_those_of_the_loader(corpus: Corpus, depth: int, sk
     assert makers == {f"{THREAD}_0" if depth else "MainThread"}
 
 
-@pytest.mark.slow_after(2)
-@pytest.mark.parametrize(("stop", "ranks"), [(0, 1), (4, 3)])
-def test_resume_after_any_step_on_any_number_of_ranks_sees_the_same_batches(
-    corpus: Corpus, stop: int, ranks: int
+def test_a_resume_throws_away_what_is_prepared_and_is_that_of_any_number_of_ranks(
+    corpus: Corpus,
 ) -> None:
     plain = loader(corpus)
     straight = [batch_hash(plain.next_step()) for _ in range(12)]
-    with Prefetcher(loader(corpus), 3) as first:
-        seen = [batch_hash(first.next_step()) for _ in range(stop)]
-        eventually(
-            lambda: stop == 0 or first.loader.state_dict()["next_sequence"] == (stop + 3) * GLOBAL
-        )
-        state = first.state_dict()
-    assert state == {"next_sequence": stop * GLOBAL}
-    resumed = [Prefetcher(loader(corpus, rank, ranks), 2) for rank in range(ranks)]
+    resumed = [Prefetcher(loader(corpus, rank, 3), 2) for rank in range(3)]
     for batches in resumed:
-        batches.next_step()  # thrown away again
-        batches.load_state_dict(state)
-    seen += [
-        add_hashes(batch_hash(batches.next_step()) for batches in resumed) for _ in range(12 - stop)
-    ]
-    assert seen == straight
+        batches.next_step()
+        batches.load_state_dict({"next_sequence": 4 * GLOBAL})
+    for wanted in straight[4:]:
+        assert add_hashes(batch_hash(batches.next_step()) for batches in resumed) == wanted
     for batches in resumed:
         batches.close()
 

@@ -94,26 +94,17 @@ def chats() -> list[dict[str, str]]:
     return [{"q": "one", "a": "two"}, {"q": "three"}]
 
 
+def one_text() -> str:
+    return "its characters are no documents"
+
+
 def test_own_functions_may_return_prompts() -> None:
     records = own_records(f"{__name__}:chats", "training.dataset", Columns("a", "q"))
     assert next(records)[2:4] == ("two", "one")
     with pytest.raises(ValueError, match="document 2 of .*: the key 'a' is missing"):
         next(records)
-
-
-def one_text() -> str:
-    return "its characters are no documents"
-
-
-def nothing() -> None: ...
-
-
-@pytest.mark.parametrize(("name", "said"), [("one_text", "'its characters"), ("nothing", "None")])
-def test_own_functions_that_return_no_documents_are_refused(name: str, said: str) -> None:
-    with pytest.raises(
-        DataError, match=f"training.dataset: .*:{name} returned {said}.*, expected documents"
-    ):
-        next(own_records(f"{__name__}:{name}", "training.dataset"))
+    with pytest.raises(DataError, match="one_text returned 'its characters.*, expected documents"):
+        next(own_records(f"{__name__}:one_text", "training.dataset"))
 
 
 def test_one_key_needs_the_other_also_in_a_source(tmp_path: Path) -> None:

@@ -112,11 +112,6 @@ def test_colours_only_where_wanted(
     assert ANSI.sub("", painted) == line
     logger.warning("careful")
     assert ("\033[33mWARNING: careful" in stream.getvalue()) is colored
-    if "TERM" in variables:
-        monkeypatch.setattr(sys, "stdout", stream)
-        assert cli.main(["config", "explain", "train_configs/debug_model.toml"]) == 0
-        assert "[training]" in stream.getvalue()
-        assert "\033" not in stream.getvalue()
 
 
 #: A title of the terminal, red to the end, a line gone, the C1 form of an escape; then what may

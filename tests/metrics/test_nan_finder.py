@@ -4,6 +4,7 @@ micro-batch.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,28 +46,19 @@ class Scale(torch.autograd.Function):
 
 def _poison(model: torch.nn.Module, where: str) -> None:
     """Make something in the second micro-batch of two not finite."""
-    count = [-1]
-
-    def second() -> bool:
-        return count[0] % 2 == 1
+    count = itertools.count()
+    second = [False]
 
     def begin(*_: object) -> None:
-        count[0] += 1
+        second[0] = next(count) % 2 == 1
 
     model.register_forward_pre_hook(begin)
     w2 = model.get_submodule(W2)
-    attention = model.get_submodule("layers.0.attention")
     if where == "output":
-        w2.register_forward_hook(lambda module, args, out: out / 0 if second() else out)
-    elif where == "inside":
-        plain: Any = attention.forward
-        factor = lambda: INFINITY if second() else 1.0  # noqa: E731
-        attention.forward = lambda x, rotation, mask: plain(
-            x, lambda t: rotation(t) * factor(), mask
-        )  # type: ignore[method-assign]
+        w2.register_forward_hook(lambda module, args, out: out / 0 if second[0] else out)
     elif where == "gradient inside":
         w2.register_forward_pre_hook(
-            lambda module, args: (Scale.apply(args[0], NAN),) if second() else args
+            lambda module, args: (Scale.apply(args[0], NAN),) if second[0] else args
         )
     elif where == "weights":
         weight: Any = model.get_parameter(f"{W2}.weight").detach()
@@ -86,17 +78,14 @@ def _find(world: DistEnv, run: Run, where: str, **keywords: Any) -> tuple[Findin
         keywords["loss_function"] = lambda logits, labels: cross_entropy_sum(logits, labels) * 1e22
     before = {name: full(p) for name, p in model.named_parameters()}
     finding = diagnose_nonfinite(model, micro_batches(run, 0, rank, world.size), **keywords)
-    assert all(
-        torch.equal(full(p), before[name]) or where == "weights"
-        for name, p in model.named_parameters()
-    )
+    if where != "weights":
+        assert all(torch.equal(full(p), before[name]) for name, p in model.named_parameters())
     assert all(p.grad is None for p in model.parameters())
     return finding, str(finding)
 
 
 EXPECTED = {
     "output": Finding("forward", W2, (1,), 1),
-    "inside": Finding("forward", "layers.0.attention.inner_attention", (1,), 1),
     "loss": Finding("loss", None, (1,)),
     "gradient inside": Finding("backward", f"{FEED_FORWARD}.w3", (1,), 1),
     "weights": Finding("weights", None, (1,), parameters=(f"{W2}.weight",)),

@@ -36,19 +36,12 @@ def test_the_slow_rank_is_named(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(_train, str(tmp_path), slow_rank)
     rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["step"] > 1]
     assert len(rows) == 5
-    right = [
-        row
-        for row in rows
-        if row["slowest_rank"] == slow_rank and row["fastest_rank"] == 1 - slow_rank
-    ]
-    assert len(right) >= 4
+    assert [row["slowest_rank"] for row in rows].count(slow_rank) >= 4
     lags = sorted(row["lag_seconds"] for row in rows)
     assert 0.5 * SLOW < lags[2] < 2 * SLOW
     assert sorted(row["lag_percent"] for row in rows)[2] > 20
-    waited = sorted(row["data_seconds"] for row in rows)[
-        2
-    ]  # of rank 0, which does not wait for its own data
-    assert waited < 0.5 * SLOW
+    # Rank 0 does not wait for its own data.
+    assert sorted(row["data_seconds"] for row in rows)[2] < 0.5 * SLOW
 
 
 def test_ranks_are_compared_with_the_median() -> None:
