@@ -55,23 +55,10 @@ def test_configs_and_commands_refuse_before_any_work(tmp_path: Path, command: Co
 
 def test_the_start_report_names_files_and_warns(tmp_path: Path) -> None:
     clone = write_files(tmp_path / "clone", *CLONE)
-    keys = [
-        f"--training.dataset_path={clone}/data/*.parquet",
-        "--training.seq_len=8",
-        "--validation.enable=true",
-    ]
-    keys += [f"--validation.dataset_path={clone}", "--validation.split=test"]
+    keys = [f"--training.dataset_path={clone}/data/*.parquet", "--training.seq_len=8"]
     run = load_config("debug_model.toml", 1, keys)
-    reader = TextReader(run.data, TOKENIZER, 2304)
-    train = reader.train(run.training)
-    held_out = reader.held_out(run.validation, 8)
-    found = [*file_lines(train), *file_lines(held_out[""], "validation")]
-    assert found[0].startswith("3 files of parquet (")
-    assert found[1].startswith("validation: 1 file of parquet (")
-    assert (
-        "data/train-00000-of-00002.parquet, data/train-00001-of-00002.parquet (split train)"
-        in found[1]
-    )
+    train = TextReader(run.data, TOKENIZER, 2304).train(run.training)
+    assert next(iter(file_lines(train))).startswith("3 files of parquet (")
     warnings = [*file_warnings(train, "mine"), *pass_warnings(train, "mine", 1000)]
     assert warnings[0].startswith("mine: the pattern finds files of several splits")
     assert "test (1 file)" in warnings[0]

@@ -38,11 +38,11 @@ from tests.support.hub_server import HubServer
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.cli.command_table import make_parser
-from titanlite.cli.eval_losses import config_of, read_texts
+from titanlite.cli.eval_losses import config_of, evaluate_rank, read_texts
+from titanlite.cli.loading import load_model
 from titanlite.cli.main import main, split_flags
 from titanlite.config import trust
-from titanlite.contrib.hub.command import export
-from titanlite.contrib.hub.push_source import find_weights
+from titanlite.config.errors import ConfigError
 from titanlite.data import DataError
 
 ROOT = Path(__file__).resolve().parents[2] / "titanlite"
@@ -60,12 +60,12 @@ MODEL = {
     "export": ["{step}", "{out}"],
     "sample": ["{step}", "text", "--max-tokens=1", "--device=cpu"],
     "eval": ["{step}", "--tasks=none", "--device=cpu"],
-    "push": ["{step}", "ada/tiny"],
 }
-#: Commands that take the config in a checkpoint or run, and the keys whose code they would run.
-CONFIG = {"eval": ["model.name", "training.loss", "validation.dataset"]}
+#: Keys of a kept config whose code `eval` would run.
+KEYS = ["model.name", "training.loss", "validation.dataset"]
 #: Command → why it reads neither a run nor a checkpoint, or which test covers it.
 REASONS = {
+    "push": "exports as `export` does, with the same flag",
     "train": "test_training_from_a_poisoned_checkpoint_runs_none_of_its_code",
     "launch": OWN,
     "doctor": "examines the machine, and reads no checkpoint",
@@ -85,12 +85,12 @@ REASONS = {
 
 
 def test_every_command_is_judged() -> None:
-    assert {*SHOWS, *MODEL, *CONFIG, *REASONS} == set(commands(make_parser()))
+    assert {*SHOWS, *MODEL, *REASONS} == set(commands(make_parser()))
 
 
 def test_commands_that_could_refuse_have_the_flag_and_explain_it() -> None:
     for name, parser in commands(make_parser()).items():
-        assert (trust.FLAG in parser.format_help()) == (name in {*MODEL, *CONFIG}), name
+        assert (trust.FLAG in parser.format_help()) == (name in {*MODEL, "push"}), name
 
 
 # Runs and checkpoints
@@ -119,26 +119,18 @@ class Poisoned:
 def _start(words: list[str]) -> int:
     """Run a command.
 
-    Tasks need a package that is not installed: their model is loaded as it would be. So is the
-    export of a push, without its hub. A rank would end this process.
+    Tasks need a package that is not installed: their model is loaded as it would be. A rank would
+    end this process.
     """
-    if words[0] not in ("push", "eval"):
+    if words[0] != "eval":
         return main(words)
-    from titanlite.cli.eval_losses import evaluate_rank
-    from titanlite.cli.loading import load_model
-    from titanlite.config.errors import ConfigError
-
     ours, flags = split_flags(words)
-    arguments = make_parser(words[0]).parse_args(ours)
+    arguments = make_parser("eval").parse_args(ours)
+    arguments.flags = flags
     try:
-        if words[0] == "eval" and arguments.tasks is None:
-            arguments.flags = flags
+        if arguments.tasks is None:
             return evaluate_rank(arguments)
-        if words[0] == "eval":
-            load_model(arguments)
-        else:
-            target = arguments.source.parent.parent / "exports"
-            export(find_weights(arguments.source), target, arguments)
+        load_model(arguments)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -199,16 +191,15 @@ def test_a_model_that_the_manifest_names_is_not_imported(poisoned: Poisoned, com
 
 @pytest.mark.parametrize("way", ["file", "beside", "module"])
 def test_code_that_a_kept_config_names_is_not_imported(poisoned: Poisoned, way: str) -> None:
-    keys = CONFIG["eval"]
     poison(poisoned.step, code_config(poisoned.evil, way))
     code, said = poisoned.call("eval", ["{step}"])
     assert code == exit_codes.CONFIG
     assert not poisoned.evil.ran
-    for key in keys:
+    for key in KEYS:
         _names(said, "manifest.json", key, poisoned.evil.named(CODE[key], way))
-    assert said.count(trust.FLAG) == len(keys)
+    assert said.count(trust.FLAG) == len(KEYS)
     _, said = poisoned.call("eval", ["{step}"], trust.FLAG)
-    for key in keys:
+    for key in KEYS:
         _is_announced(
             said, poisoned.evil, f"{key} = {_quoted(poisoned.evil.named(CODE[key], way))}"
         )

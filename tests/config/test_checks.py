@@ -10,16 +10,19 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.pool import free_port
 from tests.support.refusals import refusal, refusals
 from tests.support.tiny import KEPT_TOKENS
 from titanlite import exit_codes, main
+from titanlite.assembly.preflight import check_model
 from titanlite.config.dataset_registry import BUNDLED_IDS
-from titanlite.config.errors import Problem
+from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.load import load
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.resolve.load import check_config, load_config, resolve
+from titanlite.run.config import RunConfig
 
 RUN = """\
 [training]
@@ -189,3 +192,55 @@ def test_a_model_with_a_vocabulary_of_its_own_needs_its_tokenizer(tmp_path: Path
 def test_the_bundled_tokenizers_have_the_ids_that_the_check_knows() -> None:
     sizes = {load_tokenizer("bundled", family).vocab_size for family in ("llama2", "llama3")}
     assert sizes == {BUNDLED_IDS}
+
+
+# Keys of sharding
+
+
+def run_of(*flags: str) -> RunConfig:
+    return resolve(load(flags), 4)[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--training.fsdp_units=Atention"],
+            "training.fsdp_units: no FSDP group can be made of Atention",
+        ),
+        (
+            ["--training.fsdp_units=Attention", "--training.compile"],
+            (
+                "training.fsdp_units: makes layers.0.attention an FSDP group, but "
+                "training.compile makes one graph"
+            ),
+        ),
+        (
+            ["--training.fsdp_units=Linear", "--activation_checkpoint.selective_ac_option=op"],
+            (
+                "makes layers.0.attention.wq an FSDP group, but "
+                "activation_checkpoint.selective_ac_option"
+            ),
+        ),
+        (
+            ["--training.fsdp_units=Attention", "--activation_checkpoint.offload"],
+            (
+                "makes layers.0.attention an FSDP group, but activation_checkpoint.offload would "
+                "send its gathered weights"
+            ),
+        ),
+    ],
+)
+def test_units_that_do_not_fit_the_model_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_model(run_of(*flags), 512)
+    check_model(run_of("--training.fsdp_units=Attention"), 512)
+    check_model(run_of("--training.fsdp_units=Block", "--training.compile"), 512)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may have float8 products")
+def test_a_loop_of_ones_own_is_told_that_a_cpu_has_no_float8_products() -> None:
+    flags = ("--training.seq_len=64", "--float8.enable_float8_linear")
+    with pytest.raises(ConfigError, match="a CPU has no float8 products"):
+        check_model(run_of(*flags), 512)
+    check_model(run_of(*flags, "--float8.emulate"), 512)

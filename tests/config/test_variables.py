@@ -104,18 +104,6 @@ def test_a_launcher_leaves_variables_to_the_machines_of_the_job(file, monkeypatc
     assert [p.key for p in problems] == ["launch.image", "job.dump_folder"]
 
 
-def test_a_value_that_is_converted_does_not_wait_for_the_machines(monkeypatch):
-    monkeypatch.setenv("CHOSEN", "float8")
-    config, problems = read(["--model.converters=${CHOSEN}"], defer=True)
-    assert not problems
-    text = config.to_toml(defaults=False)
-    assert "CHOSEN" not in text
-    assert "enable_float8_linear = true" in text
-    monkeypatch.delenv("CHOSEN")
-    _, (problem,) = read(["--model.converters=${CHOSEN}"], defer=True)
-    assert "no converter" in problem.message
-
-
 def test_secrets_that_variables_bring_are_not_shown(monkeypatch, capsys):
     monkeypatch.setenv("SECRET", "hidden")
     flags = [

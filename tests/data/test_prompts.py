@@ -108,9 +108,8 @@ def test_own_functions_may_return_prompts() -> None:
 
 
 def test_one_key_needs_the_other_also_in_a_source(tmp_path: Path) -> None:
-    pair = ("prompt_key", "completion_key")
-    for key, other in (pair, reversed(pair)):
-        with pytest.raises(ValueError, match=f"data: has {key} and needs {other}"):
+    for key in ("prompt_key", "completion_key"):
+        with pytest.raises(ValueError, match=f"data: has {key} and needs "):
             load_config("sft_debug.toml", 1, [f"--data.{key}=x"])
     path = tmp_path / "run.toml"
     sources = (

@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
@@ -175,9 +174,7 @@ def test_text_comes_back_and_never_becomes_a_special_token(
     assert not set(tokenizer.special_tokens.values()) & set(ids)
     assert tokenizer is TIKTOKEN or LIBRARY.unk_id() not in ids
     begin, end = tokenizer.bos_id, tokenizer.eos_id
-    assert tokenizer.encode(text, bos=True) == [begin, *ids]
     document = tokenizer.encode_document(text)
-    assert document.dtype == np.int64
     assert document.tolist() == [begin, *ids, end]
     # A first space goes with each document.
     names = {token_id: name for name, token_id in tokenizer.special_tokens.items()}

@@ -21,7 +21,6 @@ from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
 from titanlite.optim.bad_step_errors import BadStepError
 from titanlite.runs.attempts import read_entries
-from titanlite.step import PlainRunner
 
 TOKENS, LABELS = batches(2, 8, 16, 192)
 RUN = Run(TOKENS, LABELS, [1e-3] * 2, accumulation=2)
@@ -130,31 +129,6 @@ def test_the_origin_is_named_on_every_rank(pool: Pools, where: str) -> None:
 def test_it_is_found_in_every_kind_of_step(pool: Pools, run: Run, where: str) -> None:
     found = pool(2).run(_find, run, where, sync_every=run.training.gradient_sync == "every")
     assert [finding for finding, _ in found] == [EXPECTED[where]] * 2
-
-
-def _sums_overflow(world: DistEnv) -> Finding:
-    """Both ranks' gradients are finite, their sum is not: the largest comes to over half of what
-    float32 holds.
-    """
-    run = replace(RUN, accumulation=1)
-    model, _, _ = build_tiny(world, run)
-    data = micro_batches(run, 0, 0, world.size)  # the same on both ranks
-    tokens = torch.tensor(2 * int((data[0].labels >= 0).sum()))
-    PlainRunner(model).forward_backward(data, tokens)
-    peak = max(full(p.grad).abs().max().item() for p in model.parameters() if p.grad is not None)
-    factor = 1.2 * torch.finfo(torch.float32).max / peak
-    return diagnose_nonfinite(
-        model,
-        data,
-        loss_function=lambda logits, labels: cross_entropy_sum(Scale.apply(logits, factor), labels),
-    )
-
-
-def test_gradients_that_overflow_when_summed_are_named(pool: Pools) -> None:
-    first, second = pool(2).run(_sums_overflow)
-    assert first == second
-    assert first.stage == "reduction"
-    assert first.parameters
 
 
 def _stopped(world: DistEnv, folder: str) -> str:

@@ -255,18 +255,14 @@ def test_a_rank_that_sleeps_in_its_loader_is_named_with_its_stack(pool: Pools) -
     said, others = pool(2).run(_sleep)
     (report,) = _reports_of_step_2(said)
     host = socket.gethostname()
-    head, columns, zero, one, sentence = report.splitlines()
+    head, _, zero, one, sentence = report.splitlines()
     assert re.fullmatch(r"no progress for \d+ s:", head)
-    assert columns.split() == ["rank", "host", "step", "phase", "seconds", "at"]
     assert zero.split()[:4] == ["0", host, "2", "forward"]
-    assert "distributed_c10d.py" in zero
     assert "all_reduce < " in zero
     assert zero.endswith(" _loop"), "where our code is, not torch's"
     assert one.split()[:4] == ["1", host, "2", "data"]
-    assert "test_watchdog.py" in one
     assert "read_shard" in one
-    assert float(zero.split()[4]) >= 1.0
-    assert float(one.split()[4]) >= 1.0
+    assert min(float(line.split()[4]) for line in (zero, one)) >= 1.0
     assert re.match(
         rf"rank 1 \({re.escape(host)}, process \d+\) has been in data of step 2 for [\d.]+ s, at ",
         sentence,

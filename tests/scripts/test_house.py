@@ -1,4 +1,4 @@
-"""The limits of the library's size and shape."""
+"""The limits of the library's size and shape, and of sentences."""
 
 from __future__ import annotations
 
@@ -174,3 +174,15 @@ def test_the_picture_of_the_rooms_shows_the_imports_of_today(monkeypatch: Any) -
     drawn = (ROOT / "docs" / "images" / "rooms.svg").read_text(encoding="utf-8")
     again = "python scripts/rooms_picture.py docs/images/rooms.svg"
     assert drawn == load_script("rooms_picture").picture(ROOT), again
+
+
+# Sentences
+
+
+@pytest.mark.slow
+def test_few_sentences_are_long() -> None:
+    prose = load_script("prose")
+    found = prose.sentences_of(ROOT)
+    for kind, limit in prose.LIMITS.items():
+        assert sum(sentence.kind == kind for sentence in found) > 500
+        assert prose.share_of_long(found, kind) <= limit, f"python scripts/prose.py lists {kind}"
