@@ -150,14 +150,14 @@ def _until(done: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def _watching(
-    own_reason: float = 0.5, stall: Stall = QUICK, **keywords: Any
+    own_reason: float = 0.5, silent_beats: float = 1000.0, stall: Stall = QUICK, **keywords: Any
 ) -> Iterator[tuple[HangWatchdog, list[str]]]:
     """A watchdog that looks often and ends nobody, and what is logged.
 
     It waits long for what comes, since a busy machine is late.
     """
     shorter = {"_POLL_SECONDS": 0.1, "_OWN_REASON_SECONDS": own_reason}
-    longer = {"_TOLD_SECONDS": LONG, "_UNWIND_SECONDS": LONG, "_SILENT_BEATS": 1000.0}
+    longer = {"_TOLD_SECONDS": LONG, "_UNWIND_SECONDS": LONG, "_SILENT_BEATS": silent_beats}
     keywords.setdefault("end", None)
     with (
         mock.patch.multiple(watchdog, **shorter, **longer),
@@ -270,6 +270,39 @@ def test_a_rank_that_sleeps_in_its_loader_is_named_with_its_stack(pool: Pools) -
     assert sentence.endswith(": the others wait")
     assert any(text.startswith("rank 0 continues") for text in said)
     assert not others
+
+
+def _unanswered(said: list[str]) -> list[str]:
+    return [text for text in said if "\n" in text and "does not answer" in text]
+
+
+def _stop(world: DistEnv) -> list[str]:
+    pids = [0] * world.size
+    dist.all_gather_object(pids, os.getpid())
+    here = RankState(0, step=2, phase="data").where
+    with _watching(silent_beats=3.0) as (dog, said):
+
+        def wake() -> None:
+            _until(lambda: _unanswered(said))
+            os.kill(pids[1], signal.SIGCONT)
+
+        if world.rank == 0:
+            threading.Thread(target=wake, daemon=True).start()
+
+        def stop() -> None:
+            if world.rank == 1:
+                _until(lambda: RankState.load(dog._beat(1).partition(" ")[2]).where == here)
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        _loop(dog, stop)
+    return _unanswered(said)
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_does_not_answer_and_is_named(pool: Pools) -> None:
+    report = pool(2).run(_stop)[0][0]
+    assert re.search(r"\n +1 +\S+ +2 +data +[\d.]+ +no answer\n", report)
+    assert re.search(r"\nrank 1 \(.*\) does not answer, last seen in data of step 2: ", report)
 
 
 def _report_of_a_dead_rank(world: DistEnv) -> str:
