@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
