@@ -185,6 +185,28 @@ WITHOUT_TORCH = {
         exit_codes.CONFIG,
         "nowhere.txt does not exist",
     ),
+    **dict.fromkeys(
+        (
+            "checkpoint ls /no",
+            "checkpoint verify /no",
+            "push /no ada/tiny",
+        ),
+        (exit_codes.CHECKPOINT, "/no"),
+    ),
+    **dict.fromkeys(
+        (
+            "launch slurm /no.toml",
+            "config show /no.toml",
+            "doctor /no.toml",
+            "plan /no.toml",
+            "sweep /no.toml",
+            "data peek /no.toml",
+            "data verify /no",
+            "runs /no",
+        ),
+        (exit_codes.CONFIG, "/no"),
+    ),
+    "plan llama3_8b.toml --gpus 8 --gpu h100-80g": (exit_codes.DONE, " fits, "),
 }
 
 

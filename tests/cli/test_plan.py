@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import python
 from titanlite import exit_codes, main
 from titanlite.cli import main as cli
 from titanlite.plan.text import print_plan
@@ -82,16 +81,6 @@ def test_errors_say_what_to_do(plan: Any, words: list[str], said: str) -> None:
     code, out, error = plan(*words)
     assert (code, out) == (exit_codes.CONFIG, "")
     assert said in error
-
-
-def test_a_plan_needs_no_torch() -> None:
-    words = ["plan", "llama3_8b.toml", *H100]
-    code = (
-        f"import sys; from titanlite.cli.main import main; main({words}); sys.exit('torch' in "
-        "sys.modules)"
-    )
-    done = python("-c", code)
-    assert done.returncode == 0, done.stderr
 
 
 def test_memory_estimation_prints_the_plan_instead_of_a_run(
