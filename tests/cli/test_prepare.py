@@ -338,8 +338,6 @@ def test_peek_begins_with_the_figures_of_the_text(tmp_path: Path, command: Comma
             f"{sequences} sequences of 10 tokens per epoch, {sequences / 4:.4g} steps of 4" in lines
         )
     mixed = f"--data.source=[{{name='a', path='{text}', weight=3}}, {{name='b', path='{out}'}}]"
-    printed = command("peek", mixed, *words)[1]
-    assert f"a: 75.00% of the tokens, {mean}" in printed
-    assert f"b: 25.00% of the tokens, {mean}" in printed
+    assert f"a: 75.00% of the tokens, {mean}" in command("peek", mixed, *words)[1]
     held_out = command("peek", *words, "--validation", "--rows", 1)[1]
     assert "sequence 0: 10 tokens, 10 targets" in held_out

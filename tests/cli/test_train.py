@@ -77,7 +77,7 @@ def test_the_command_line_of_torchrun(start, monkeypatch: pytest.MonkeyPatch) ->
     assert given.endswith(
         " -m titanlite train --job.config_file debug_model.toml --job.description two words"
     )
-    assert "--nproc_per_node 2 " in start("debug_model.toml", "--nproc", "2")
+    assert "--nproc_per_node 4 " in start("debug_model.toml", "--nproc", "4")
 
 
 def test_one_of_several_machines(start, monkeypatch, capsys) -> None:
@@ -116,10 +116,9 @@ def test_rank_0_alone_has_the_terminal_to_itself(start, monkeypatch: pytest.Monk
         "debug_model.toml", "--nproc=3"
     )
     assert "--local-ranks-filter 0 -m titanlite train" in start("debug_model.toml", "--nproc=1")
-    assert os.environ.pop("FORCE_COLOR") == "1"
     monkeypatch.setenv("LOG_RANK", "1")
     assert "--local-ranks-filter 1 --role rank --tee 3 " in start("debug_model.toml", "--nproc=3")
-    os.environ.pop("FORCE_COLOR")
+    assert os.environ.pop("FORCE_COLOR") == "1"
 
 
 def test_one_rank_per_visible_gpu(

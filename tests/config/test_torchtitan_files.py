@@ -128,14 +128,14 @@ def write_hub_model(folder: Path) -> None:
     config.write_text(json.dumps(QWEN3_4B))
 
 
-def model_run(name: str, flavor: str, seq_len: int = 2048, more: str = "") -> RunConfig:
+def model_run(name: str, flavor: str, seq_len: int = 2048) -> RunConfig:
     keys = {
         "model.name": name,
         "model.flavor": flavor,
         "training.local_batch_size": 1,
         "training.seq_len": seq_len,
     }
-    return run_of("".join(f"{key} = {quote(value)}\n" for key, value in keys.items()) + more)
+    return run_of("".join(f"{key} = {quote(value)}\n" for key, value in keys.items()))
 
 
 @pytest.mark.parametrize("model", SIZES, ids="-".join)
@@ -163,9 +163,6 @@ def test_rope_of_deepseek_is_scaled_beyond_4096_tokens_alone(flavor: str) -> Non
     # 1e-5 for blocks and latents. The last norm has none, and torch then takes that of float32.
     assert (long.norm_eps, long.latent_norm_eps) == (1e-5, 1e-5)
     assert long.last_norm_eps == torch.finfo(torch.float32).eps
-    own = 'model.rope_scaling = {rope_type = "linear", factor = 2.0}\n'
-    args = model_run("deepseek_v3", flavor, 4096, own).model_args()
-    assert args.rope_scaling.rope_type == "linear"
 
 
 @pytest.mark.parametrize(

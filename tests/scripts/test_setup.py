@@ -213,26 +213,22 @@ def test_an_environment_that_somebody_else_made_is_kept(machine: Machine) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variable", ["VIRTUAL_ENV", "PATH"])
 def test_an_active_environment_is_used_if_it_has_all_that_is_needed(
-    machine: Machine, tmp_path: Path, variable: str
+    machine: Machine, tmp_path: Path
 ) -> None:
     machine.python()
     for folder in ("has", "without"):
         machine.python("python", tmp_path / folder / "bin")
-    active = tmp_path / "has"
-    env = {variable: str(active) if variable == "VIRTUAL_ENV" else f"{active}/bin:{machine.bin}"}
-    used = machine.run("run_llama_train.sh", **env)
-    assert used.returncode == 0
-    assert f"{active}/bin/python" in used.stderr
-    assert machine.installs() == []
-    assert not (machine.root / ".venv").exists()
+    active = str(tmp_path / "has")
+    for env in ({"VIRTUAL_ENV": active}, {"PATH": f"{active}/bin:{machine.bin}"}):
+        used = machine.run("run_llama_train.sh", **env)
+        assert used.returncode == 0
+        assert f"{active}/bin/python" in used.stderr
+        assert machine.installs() == []
     for folder, words in (("has", "lacks pytest ruff"), ("without", "making .venv")):
         shutil.rmtree(machine.root / ".venv", ignore_errors=True)
-        left = machine.run(
-            "run_tests.sh", VIRTUAL_ENV=str(tmp_path / folder), FAKE_MISSING="pytest ruff"
-        )
-        assert words in left.stderr
+        env = {"VIRTUAL_ENV": str(tmp_path / folder), "FAKE_MISSING": "pytest ruff"}
+        assert words in machine.run("run_tests.sh", **env).stderr
         assert machine.installs() == [*MADE[:-1], "uv: .[dev]"]
 
 
