@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from tests.support.checkpoints import write_weights
-from tests.support.hf_compare import sizes_of
 from tests.support.llamas import relative
 from titanlite.checkpoint.hf_files import hf_form
 from titanlite.cli.argument_parser import Parser
@@ -35,11 +34,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss, biases": ("gpt_oss", BIASED),
     "llama4, biases": ("llama4", BIASED),
     **{name: (name, {}) for name in ("llama3", "mixtral", "olmo3", "gemma3")},
-}
-#: Models of `transformers` whose experts have biases too.
-KINDS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": sizes_of("deepseek_v3"),
-    "qwen3_moe": sizes_of("qwen3_moe"),
 }
 
 
@@ -90,7 +84,13 @@ def theirs(folder: Path) -> torch.Tensor:
     return logits
 
 
-def check(tmp_path: Path, family: str, args: Any) -> None:
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize("case", CASES)
+def test_every_family(tmp_path: Path, case: str) -> None:
+    family, own = CASES[case]
+    fields = SPECS[family].args_class.__dataclass_fields__
+    known = {name: value for name, value in {**SIZES, **own}.items() if name in fields}
+    args = resolve_args(family, "debugmodel", known, tokenizer_size=VOCABULARY, max_seq_len=64)
     expected = written(tmp_path / "first", family, args)
     first = tmp_path / "first" / "step-3"
     paths = [first]
@@ -105,21 +105,3 @@ def check(tmp_path: Path, family: str, args: Any) -> None:
         paths += [folder, exported(folder, tmp_path / "again")]
     for path in paths:
         assert relative(logits_of(path), expected) < 1e-5, path
-
-
-@pytest.mark.slow_after(3)
-@pytest.mark.parametrize("case", CASES)
-def test_every_family(tmp_path: Path, case: str) -> None:
-    family, own = CASES[case]
-    fields = SPECS[family].args_class.__dataclass_fields__
-    known = {name: value for name, value in {**SIZES, **own}.items() if name in fields}
-    args = resolve_args(family, "debugmodel", known, tokenizer_size=VOCABULARY, max_seq_len=64)
-    check(tmp_path, family, args)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_models_of_transformers(tmp_path: Path, kind: str) -> None:
-    content = {**KINDS[kind], "model_type": kind, "vocab_size": VOCABULARY}
-    args = get_spec("hf").args_from_hf(content)
-    check(tmp_path, "hf", args)
