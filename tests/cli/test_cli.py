@@ -11,8 +11,7 @@ import pytest
 
 from tests.support.processes import python
 from titanlite import exit_codes
-from titanlite.cli.argument_parser import GONE
-from titanlite.cli.command_table import COMMANDS, make_parser
+from titanlite.cli.command_table import COMMANDS
 from titanlite.cli.main import main
 
 
@@ -89,18 +88,6 @@ def test_options_stand_before_and_behind_the_words(capsys: pytest.CaptureFixture
 )
 def test_unknown_commands(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert expected in printed(capsys, *words.split(), code=exit_codes.CONFIG)
-
-
-def test_what_is_gone_is_no_option_or_choice_of_its_command() -> None:
-    whole = make_parser()
-    for name in GONE:
-        *words, last = name.split()
-        parser = whole
-        for word in words:
-            parser = parser.commands()[word]
-        known = [word for action in parser._actions for word in action.option_strings]
-        known += [word for action in parser._actions for word in action.choices or ()]
-        assert last not in known
 
 
 @pytest.mark.parametrize(

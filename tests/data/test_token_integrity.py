@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.processes import titanlite
-from tests.support.token_folders import TOKENIZER, write_megatron, write_prepared
+from tests.support.token_folders import TOKENIZER, write_prepared
 from titanlite.cli.main import main
 from titanlite.data import DataError, token_integrity
 from titanlite.data.token_files import TokenFiles, TokenKeys, open_tokens
@@ -131,16 +131,6 @@ def test_offsets_and_sizes_are_checked_at_the_start(tmp_path: Path) -> None:
         (folder / INDEX).write_text(json.dumps({**index, "parts": parts}))
         with pytest.raises(DataError, match=said):
             opened(folder, None)
-
-
-def test_documents_of_megatron_are_in_order(tmp_path: Path) -> None:
-    file = write_megatron(tmp_path / "c4", [[3, 2], [4], [1, 1, 1]]).with_suffix(".idx")
-    content = file.read_bytes()
-    file.write_bytes(content[:-8] + np.array([99], dtype="<i8").tobytes())
-    with pytest.raises(
-        DataError, match="c4.idx is damaged: its documents are not in the order of its 6 sequences"
-    ):
-        opened(tmp_path / "c4", None)
 
 
 @pytest.mark.slow

@@ -475,14 +475,8 @@ def test_an_error_of_a_loader_ends_all_ranks_and_is_the_last_line(tmp_path: Path
     root = done.stderr.partition("Root Cause (first observed failure)")[2]
     assert re.search(r"rank +: 1 ", root), "torchrun blames the rank that raised"
     end = read_entries(tmp_path / "run")[-1]
-    assert (end["event"], end["state"], end["exit_code"], end["step"]) == (
-        "end",
-        "failed",
-        exit_codes.LOST_PEER,
-        2,
-    )
-    assert end["reason"].startswith("rank 1 (")
-    assert end["reason"].endswith(error)
+    assert (end["state"], end["exit_code"], end["step"]) == ("failed", exit_codes.LOST_PEER, 2)
+    assert end["reason"].startswith("rank 1 (") and end["reason"].endswith(error)
     # Some 5 s on a machine that does nothing else; waiting for rank 0's sleep or torchrun's
     # patience takes ten minutes.
     assert seconds < LONG
@@ -500,9 +494,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     )
     assert re.match(culprit, read_entries(tmp_path / "run")[-1]["reason"])
     report = log[log.index("a collective failed:\n") :].splitlines()
-    assert report[2].split()[:4] == ["0", socket.gethostname(), "3", "forward"]
     assert report[2].endswith("lost its peers")
-    assert report[3].split()[0] == "1"
     assert report[3].endswith("no answer")
     assert re.match(culprit, report[4])
     assert report[4] in done.stdout
