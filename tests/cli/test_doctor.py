@@ -31,12 +31,8 @@ def test_every_check_is_documented_and_no_secret_is_shown(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    flags = [
-        f"--job.dump_folder={tmp_path}/new/run",
-        "--checkpoint.enable_checkpoint",
-        "--training.compile",
-    ]
-    flags += ["--model.tokenizer_path=/no"]
+    flags = [f"--job.dump_folder={tmp_path}/new/run", "--model.tokenizer_path=/no"]
+    flags += ["--checkpoint.enable_checkpoint", "--training.compile"]
     code = main(["doctor", "llama3_8b.toml", *flags, "--float8.enable_float8_linear"])
     text = capsys.readouterr().out
     table = re.findall(r"^\| (`.*`) \| \w", (DOCS / "local.md").read_text(), re.MULTILINE)

@@ -66,15 +66,7 @@ def test_the_section_launch_is_the_hardware(plan: Any) -> None:
         (["llama3_8b.toml"], "no GPU is named"),
         (["llama3_8b.toml", *H100, "--search", "--exact"], "is not for a search"),
         (["hf_debug.toml", *H100], "`titanlite plan CONFIG --gpus 8 --gpu NAME --exact` traces"),
-        (
-            [
-                "llama3_8b.toml",
-                *H100,
-                "--model.tokenizer_path=/nowhere",
-                "--model.flavor=debugmodel",
-            ],
-            "/nowhere",
-        ),
+        (["debug_model.toml", *H100, "--model.tokenizer_path=/nowhere"], "/nowhere"),
     ],
 )
 def test_errors_say_what_to_do(plan: Any, words: list[str], said: str) -> None:
@@ -86,12 +78,8 @@ def test_errors_say_what_to_do(plan: Any, words: list[str], said: str) -> None:
 def test_memory_estimation_prints_the_plan_instead_of_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = [
-        "--memory_estimation.enable",
-        f"--job.dump_folder={tmp_path / 'run'}",
-        "--job.config_file=debug_model.toml",
-    ]
-    assert main.run(flags) == exit_codes.DONE
+    flags = ["--memory_estimation.enable", "--job.config_file=debug_model.toml"]
+    assert main.run([*flags, f"--job.dump_folder={tmp_path / 'run'}"]) == exit_codes.DONE
     assert capsys.readouterr().out.startswith(
         "llama3 debugmodel with n_layers = 6 on 1 x h100-80g fits, with 77"
     )

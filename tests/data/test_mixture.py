@@ -66,13 +66,8 @@ def test_a_run_that_is_longer_than_the_epochs_of_all_sources_is_refused(tmp_path
     for name in "ab":
         path = write_records(tmp_path / name, 1)
         sources.append(f"{{name='{name}', path='{path}', epochs=1}}")
-    flags = [
-        f"--data.source=[{', '.join(sources)}]",
-        "--training.seq_len=16",
-        "--training.batch_size=5",
-        "--training.warmup_steps=0",
-        "--no-validation.enable",
-    ]
+    flags = [f"--data.source=[{', '.join(sources)}]", "--training.seq_len=16"]
+    flags += ["--training.batch_size=5", "--training.warmup_steps=0", "--no-validation.enable"]
     rows = read_datasets(load_config("debug_model.toml", 1, [*flags, "--training.steps=1"])).train
     last, rest = divmod(rows.total_sequences, 5)
     assert rest > 0, "the last step is not whole"

@@ -138,26 +138,10 @@ def test_a_run_ends_before_a_checkpoint_holds_damaged_tokens(tmp_path: Path) -> 
     folder = prepared(tmp_path / "a", masked=0)
     out = tmp_path / "run"
     flip(folder / "part-1.tokens", 5)
-    words = [
-        "debug_model.toml",
-        "--training.dataset_path",
-        str(folder),
-        "--job.dump_folder",
-        str(out),
-    ]
-    words += [
-        "--training.steps=2",
-        "--training.seq_len=16",
-        "--model.overrides.n_layers=1",
-        "--training.batch_size=8",
-    ]
-    words += [
-        "--checkpoint.enable_checkpoint=true",
-        "--checkpoint.interval=1",
-        "--validation.enable=false",
-    ]
-    words += ["--data.token_cache", str(tmp_path / "cache")]
-    done = titanlite("train", *words)
+    words = ["debug_model.toml", "--training.dataset_path", folder, "--job.dump_folder", out]
+    words += ["--training.steps=2", "--training.seq_len=16", "--training.batch_size=8"]
+    words += ["--checkpoint.enable_checkpoint", "--checkpoint.interval=1", "--no-validation.enable"]
+    done = titanlite("train", *words, "--data.token_cache", tmp_path / "cache")
     assert done.returncode == 2
     assert "part-1.tokens is damaged: its content does not fit its hash" in done.stderr
     assert not list(out.glob("checkpoint/step-*/manifest.json"))
