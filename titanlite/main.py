@@ -158,7 +158,7 @@ class _Rank:
         self.config = config
         self.stop = stop
         self.folder = Path(config.job.dump_folder)
-        self.watchdog = Position()
+        self.watchdog = Position(2 * config.comm.init_timeout_seconds)
         self.store: Store | None = None
 
     @contextlib.contextmanager

@@ -20,9 +20,10 @@ from titanlite.config.data_sections import Data, DataSource, Validation
 from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.dataset_builder import TextReader, build_dataset
+from titanlite.data.epoch_order import epoch_order
 from titanlite.data.mixtures.mixed_rows import MixedRows
 from titanlite.data.rows import IGNORE, Rows
-from titanlite.data.sequences import PackedDataset, epoch_order
+from titanlite.data.sequences import PackedDataset
 from titanlite.data.stream import StreamRows
 from titanlite.data.token_files import open_tokens
 from titanlite.data.tokenize_files import Corpus, Tokens

@@ -15,8 +15,9 @@ from titanlite.config.data_sections import Data
 from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.dataset_builder import build_dataset
+from titanlite.data.epoch_order import Permutation, epoch_key
 from titanlite.data.rows import IGNORE, FilePlace
-from titanlite.data.sequences import PackedDataset, Permutation, epoch_key
+from titanlite.data.sequences import PackedDataset
 from titanlite.data.token_files import open_tokens
 from titanlite.data.token_paths import INDEX, is_tokens
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, load_tokenizer

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.pool import Pools
-from tests.support.processes import python
+from tests.support.processes import TORCHRUN, python
 from tests.support.tiny import TWENTY_STEPS
 from tests.support.whole_runs import make_trainer
 from tests.support.words import listening
@@ -364,29 +364,45 @@ def test_exit_codes_are_those_of_the_table_alone() -> None:
     assert exit_codes.code_of(StopRequested("x", 3, False)) == exit_codes.PREEMPTED_UNSAVED
 
 
-_EXITS = """
-import sys
+_ENDINGS = """
+import sys, time
 from titanlite.callbacks import Callback
 
 class Exits(Callback):
     def on_step_end(self, trainer, result):
         sys.exit(0)
+
+class Hangs(Callback):
+    def on_end(self, trainer, end):
+        time.sleep(3600)
 """
 
 
 @pytest.mark.slow
-def test_a_run_that_a_callback_ends_ends_with_1(tmp_path: Path) -> None:
-    """One process. A scheduler takes 0 for done."""
-    (tmp_path / "mine.py").write_text(_EXITS)
+@pytest.mark.parametrize(
+    ("kind", "ranks", "timeout", "state", "words"),
+    [
+        ("Exits", 1, 300, "failed", "Exits called sys.exit(0). That ends no run"),
+        ("Hangs", 1, 2, "done", "callbacks and threads have not ended in 4 s"),
+        ("Hangs", 2, 8, "done", "callbacks and threads have not ended in 16 s"),
+    ],
+)
+def test_a_run_that_a_callback_ends_or_holds_up_ends_with_1(
+    tmp_path: Path, kind: str, ranks: int, timeout: int, state: str, words: str
+) -> None:
+    """A scheduler takes 0 for done, and a process that hangs keeps the run's folder."""
+    (tmp_path / "mine.py").write_text(_ENDINGS)
     flags = [
         *TWENTY_STEPS,
         f"--job.dump_folder={tmp_path}/run",
         "--training.steps=2",
-        f"--job.callbacks={tmp_path}/mine.py:Exits",
+        f"--job.callbacks={tmp_path}/mine.py:{kind}",
+        f"--comm.init_timeout_seconds={timeout}",
     ]
-    done = python("train.py", "--job.config_file=debug_model.toml", *flags)
+    launcher = TORCHRUN if ranks > 1 else []
+    done = python(*launcher, "train.py", "--job.config_file=debug_model.toml", *flags)
     assert done.returncode == exit_codes.ERROR, done.stderr
-    assert "Exits called sys.exit(0). That ends no run" in done.stdout + done.stderr
+    assert words in done.stdout + done.stderr
     end = read_entries(tmp_path / "run")[-1]
-    assert (end["event"], end["state"]) == ("end", "failed")
-    assert end["exit_code"] == exit_codes.ERROR
+    assert (end["event"], end["state"]) == ("end", state)
+    assert end["exit_code"] == (exit_codes.ERROR if state == "failed" else exit_codes.DONE)
