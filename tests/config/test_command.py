@@ -139,7 +139,7 @@ def test_check_shows_the_five_gravest_notes_and_all_if_asked(capsys):
     *shown, last = lines[lines.index("  files          none: all defaults") + 1 :]
     for line, text in zip(shown, [*NOTED.values()][:5], strict=True):
         assert line.startswith(f"  {text}")
-    assert last == "  1 more note: --all shows it"
+    assert last == "  1 more note: --all shows every note"
     lines = run(capsys, *words, "--all")[1].splitlines()
     assert lines[-1].startswith(f"  {NOTED['--metrics.rank_0_only=false']}")
     assert lines[-6:-1] == shown
