@@ -49,5 +49,5 @@ def test_an_interval_in_seconds_is_longer_than_any_number_of_steps() -> None:
 
 def test_without_a_folder_the_other_keys_are_named() -> None:
     run = _read("--checkpoint.local_interval=10")
-    assert any("checkpoint.local_interval" in note for note in run.notes)
+    assert any("checkpoint.local_interval" in note.text for note in run.notes)
     assert run.features.local_saves is None
