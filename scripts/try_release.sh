@@ -55,9 +55,9 @@ cd "$folder/empty"
 titanlite="$folder/env/bin/titanlite"
 "$titanlite" --version | grep "^titanlite $version,"
 "$titanlite" config check llama3_8b.toml --world-size 8
-"$titanlite" train debug_model.toml --training.steps 3 --validation.steps 1 --checkpoint.enable_checkpoint
-"$titanlite" train debug_model.toml --training.steps 5 --validation.steps 1 --checkpoint.enable_checkpoint \
-    --nproc-per-node 2 | tee resumed.txt
+flags=(--validation.steps 1 --checkpoint.enable_checkpoint --training.global_batch_size 8)
+"$titanlite" train debug_model.toml --training.steps 3 "${flags[@]}"
+"$titanlite" train debug_model.toml --training.steps 5 "${flags[@]}" --nproc-per-node 2 2>&1 | tee resumed.txt
 grep -q 'resumed from step 3' resumed.txt
 "$titanlite" launch slurm llama3_8b.toml --launch.instance_type p5.48xlarge --dry-run >job.txt
 grep -q '^#SBATCH' job.txt
