@@ -102,7 +102,7 @@ def _check(arguments: argparse.Namespace) -> str:
         line = style.wrap(f"  {'warning' if note.warns else 'note'}: {note.text}")
         lines.append(style.warn(line) if note.warns else style.dim(line))
     if more := len(run.notes) - len(shown):
-        lines.append(style.dim(f"  {counted(more, 'more notes')}: --all shows them"))
+        lines.append(style.dim(f"  {counted(more, 'more notes')}: --all shows every note"))
     return "\n".join(lines)
 
 
