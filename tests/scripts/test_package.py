@@ -41,7 +41,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(
             ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
         )
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, source)
     build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
     subprocess.run(
@@ -68,6 +68,14 @@ def test_the_wheel_has_configs_schema_and_types(installed: Path) -> None:
     assert [(e.name, e.value) for e in distribution.entry_points] == [
         ("titanlite", "titanlite.cli.main:main")
     ]
+
+
+def test_the_page_of_the_package_index_links_to_no_file(installed: Path) -> None:
+    (distribution,) = importlib.metadata.distributions(path=[str(installed)])
+    page = distribution.metadata.get_payload()
+    assert "pip install titanlite" in page
+    targets = re.findall(r"\]\(([^)\s]+)\)", page)
+    assert [target for target in targets if not target.startswith("https://")] == []
 
 
 def test_a_config_of_the_wheel_is_found_by_its_name(installed: Path) -> None:
