@@ -15,7 +15,7 @@ from tests.nullgpu import traffic
 from titanlite.config.errors import ConfigError
 from titanlite.features.float8 import plan_speed
 from titanlite.features.float8.convert import apply_float8
-from titanlite.plan import computing, rates
+from titanlite.plan import computing
 from titanlite.plan.computing import (
     block_forward,
     recomputation,
@@ -117,24 +117,6 @@ def test_a_cluster_is_that_of_the_command_or_of_the_launch_section() -> None:
             cluster_of(run, **words)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no GPU is named"):
         cluster_of(make(16))
-
-
-def test_a_collective_takes_its_bytes_over_the_slowest_link() -> None:
-    step = StepSizes(make(16), cluster(16, network=2e11), IDEAL)
-    latency = rates.LATENCY
-    assert step.rates.collective(8e9, 8, 1) == pytest.approx(
-        latency + 7e9 / 450e9
-    )  # 7 of 8 parts over NVLink
-    # Each of 2 machines takes half of the bytes from the other, over 200 GB/s that its 8 ranks
-    # share.
-    assert step.rates.collective(8e9, 16, 1) == pytest.approx(
-        latency + rates.LATENCY_PER_NODE + 8e9 / 2 / 200e9
-    )
-    # 2 ranks, one in each machine: an eighth of its network is theirs.
-    assert step.rates.collective(8e9, 2, 8) == pytest.approx(
-        latency + rates.LATENCY_PER_NODE + 8e9 / 2 / 25e9
-    )
-    assert step.rates.collective(8e9, 1, 1) == 0.0
 
 
 def test_the_parts_are_the_step_and_the_utilisation_is_that_of_the_logs() -> None:
@@ -285,17 +267,6 @@ def test_the_bubble_is_that_of_the_schedule(schedule: str, microbatches: int, id
     )
     busy = found.step_seconds - found.parts["pipeline bubble"] - found.parts["optimizer"]
     assert found.parts["pipeline bubble"] == pytest.approx(idle * busy)
-
-
-def test_muon_makes_each_matrix_orthogonal_on_one_of_the_ranks() -> None:
-    found = [
-        of(n, "optimizer.name=Muon").parts["optimizer"] - of(n).parts["optimizer"] for n in (8, 32)
-    ]
-    d = 4096
-    f = 14336
-    products = [(2, d, d), (2, 1024, d), (3, d, f)]  # count in a block, rows, columns
-    flops = 32 / 8 * sum(count * 5 * (4 * m * m * n + 2 * m**3) for count, m, n in products)
-    assert found == [pytest.approx(flops / (989e12 * H100.sustained)), pytest.approx(found[0] / 4)]
 
 
 def test_mxfp8_counts_as_bf16_and_needs_a_gpu_that_has_it() -> None:
