@@ -5,24 +5,29 @@ from __future__ import annotations
 import json
 import math
 import re
+import runpy
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.support.pool import Pools
 from tests.support.refusals import refusal
-from titanlite import Callback, Trainer, build, load_config
+from titanlite import Callback, Trainer, apply_cp, apply_fsdp, apply_tp, build, load_config
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.checkpoint.state_dict import gather
 from titanlite.config.dotted_paths import resolve
 from titanlite.config.errors import ConfigError
 from titanlite.config.own_functions import load_functions
+from titanlite.dist import ParallelismError
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import ShapeError, get_spec, resolve_args
 from titanlite.models.args import as_record, from_record
@@ -312,3 +317,68 @@ def test_a_page_names_each_example() -> None:
     files = [file.name for file in EXAMPLES.iterdir() if file.suffix in (".py", ".toml", ".ipynb")]
     assert len(files) > 7
     assert [name for name in files if f"examples/{name}" not in pages] == []
+
+
+def _loop_of_the_page(world: DistEnv, file: str) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses and the whole weights after the loop."""
+    found = runpy.run_path(file, run_name="__main__")
+    weights = found["model"].named_parameters()
+    return found["losses"], {name: p.full_tensor().detach() for name, p in weights}
+
+
+def _plain_loop(file: str) -> tuple[list[float], dict[str, Tensor]]:
+    """The same training by torch alone: the model and the sequences of the page, in one process."""
+    code = Path(file).read_text(encoding="utf-8").partition("losses = []")[0]
+    page: dict[str, Any] = {}
+    exec(code, page)
+    torch.manual_seed(0)
+    model = page["MyModel"]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(1, 11):
+        rows = page["sequences"](step)
+        logits = model(rows[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, dict(model.named_parameters())
+
+
+def test_the_loop_of_the_page_trains_as_plain_torch_does(pool: Pools, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    file = tmp_path / "my_loop.py"
+    file.write_text(page.partition("```python\n")[2].partition("```")[0], encoding="utf-8")
+    losses, weights = _plain_loop(str(file))
+    assert losses[-1] < losses[0] - 1
+    # AdamW moves a weight whose gradient is rounding by that rounding's sign.
+    for ranks, of_losses, of_weights in ((1, 0, 0), (2, 1e-6, 1e-5)):
+        for found, trained in pool(ranks).run(_loop_of_the_page, str(file)):
+            assert found == pytest.approx(losses, rel=of_losses, abs=0)
+            for name, weight in weights.items():
+                torch.testing.assert_close(trained[name], weight, rtol=0, atol=of_weights)
+
+
+def _refused_meshes(world: DistEnv) -> list[str]:
+    ours = world.build_mesh(dp_shard=world.size)
+    unnamed = init_device_mesh("cpu", (world.size,))
+    others = init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp",))
+    messages = []
+    for mesh in (unnamed, others, ours["dp_shard"]):
+        for apply in (partial(apply_fsdp, groups=[]), apply_cp):
+            with pytest.raises(ParallelismError) as caught:
+                apply(torch.nn.Linear(2, 2), mesh=mesh)
+            messages.append(str(caught.value))
+    with pytest.raises(ParallelismError, match='one dimension, as mesh."tp"'):
+        apply_tp(torch.nn.Linear(2, 2), {}, ours)
+    return messages
+
+
+def test_a_mesh_of_other_dimensions_is_refused(pool: Pools) -> None:
+    messages = pool(2).run(_refused_meshes)[1]
+    assert all("pp, dp_replicate, dp_shard, cp, tp" in message for message in messages)
+    found = ["no names", "dp", "dp_shard"]
+    for message, name in zip(messages[::2], found, strict=True):
+        assert f"this one has {name}: make it by DistEnv.build_mesh" in message

@@ -93,21 +93,18 @@ def test_check_counts_the_parameters_of_a_named_size_and_is_strict_if_asked(caps
     assert run(capsys, *words, "--strict")[0] == 2
 
 
-def test_world_size_comes_from_the_flag_the_environment_or_what_fits(capsys, monkeypatch):
+def test_world_size_comes_from_the_flag_or_what_fits(capsys):
     flags = ("config", "check", "--training.data_parallel_shard_degree", "3")
     assert "3 (the fewest that fit" in run(capsys, *flags)[1]
-    monkeypatch.setenv("NGPU", "6")
-    assert run(capsys, *flags)[0] == 2
     assert "3 (--world-size)" in run(capsys, *flags, "--world-size", "3")[1]
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert "3 (WORLD_SIZE" in run(capsys, *flags)[1]
+    assert run(capsys, *flags, "--world-size", "6")[0] == 2
     assert run(capsys, *flags, "--world-size", "0")[0] == 2
 
 
 @pytest.mark.parametrize(
     ("flags", "idle"),
     [
-        ("--checkpoint.interval=5 --validation.freq=3", "validation.freq, checkpoint.interval"),
+        ("--checkpoint.interval=5 --checkpoint.folder=a", "checkpoint.folder, checkpoint.interval"),
         ("--no-metrics.rank_0_only", "metrics.rank_0_only"),
         ("--no-metrics.rank_0_only --metrics.enable_tensorboard", ""),
         ("--data.lanes=2 --data.streaming=false", "data.lanes"),
@@ -120,9 +117,52 @@ def test_world_size_comes_from_the_flag_the_environment_or_what_fits(capsys, mon
 )
 def test_settings_of_a_feature_that_is_off_are_named(flags, idle):
     notes = check_config(flags.split(), training=False)[1].notes
-    found = [note for note in notes if "no effect" in note]
+    found = [note.text for note in notes if "no effect" in note.text]
     assert len(found) == bool(idle)
     assert all(note.endswith(idle) for note in found)
+
+
+#: What changes the numbers, may lose work, costs speed, has no effect; in that order.
+NOTED = {
+    "--float8.emulate": "warning: float8 is disabled",
+    "--training.dataset=c4_mini": "note: command line: c4_mini is not bundled",
+    "--checkpoint.interval=5": "note: no effect, as their features are off: checkpoint.interval",
+    "--training.prefetch=2": "warning: training.prefetch = 2 has no effect",
+    "--activation_checkpoint.memory_budget=0.3": "note: no effect, as their features are off: act",
+    "--metrics.rank_0_only=false": "note: no effect, as their features are off: metrics.",
+}
+
+
+def test_check_shows_the_five_gravest_notes_and_all_if_asked(capsys):
+    words = ["config", "check", *reversed(NOTED)]
+    lines = run(capsys, *words)[1].splitlines()
+    *shown, last = lines[lines.index("  files          none: all defaults") + 1 :]
+    for line, text in zip(shown, [*NOTED.values()][:5], strict=True):
+        assert line.startswith(f"  {text}")
+    assert last == "  1 more note: --all shows every note"
+    lines = run(capsys, *words, "--all")[1].splitlines()
+    assert lines[-1].startswith(f"  {NOTED['--metrics.rank_0_only=false']}")
+    assert lines[-6:-1] == shown
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_a_terminal_has_lines_of_its_width_and_whole_values(width, capsys, monkeypatch):
+    folder = f"a b/{'some/' * 30}"
+    flags = ["--job.dump_folder", folder, "--model.tokenizer_path", folder, *NOTED]
+    commands = [["check", *flags], ["explain", *flags, "--all"], ["explain", "training.dataset"]]
+    whole = [run(capsys, "config", *words)[1] for words in commands]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("NO_COLOR", "1")
+    check, explained, one = wrapped = [run(capsys, "config", *words)[1] for words in commands]
+    assert f'\n      "{folder}"\n' in check
+    assert f'\n  dump_folder = "{folder}"\n      command line\n' in explained
+    assert re.search(r"\n  meaning       Text by name: .*\n {16}[^ ]", one)
+    for text, before in zip(wrapped, whole, strict=True):
+        assert text.split() == before.split()
+        for line in text.splitlines():
+            rest = re.sub(r'"[^"]*"|\[[^][]*\]| = ', "", line.strip())
+            assert len(line) <= width or " " not in rest
 
 
 def test_explain_shows_every_key_with_value_source_and_meaning(capsys):
@@ -156,10 +196,6 @@ def test_explain_knows_keys_without_effect_and_refuses_others(capsys):
     status, _, err = run(capsys, "config", "explain", "training.btach_size")
     assert status == 2
     assert "training.batch_size" in err
-    assert (
-        "{dim = 8}"
-        in run(capsys, "config", "explain", "model.overrides.dim", "--model.overrides.dim=8")[1]
-    )
     assert run(capsys, "config", "explain", "a.toml", "b.toml")[0] == 2
 
 
@@ -170,13 +206,6 @@ def test_a_value_may_begin_with_a_minus(capsys):
     assert status == 0
     assert "2 (--world-size), data_parallel_shard 2" in out
     assert run(capsys, "config", "explain", "--lr_scheduler.min_lr_factor", "-0.5", *flag)[0] == 2
-    assert (
-        "data_parallel_shard_degree = -1  command line"
-        in run(capsys, "config", "explain", *flag)[1]
-    )
-    with pytest.raises(SystemExit):
-        main(["config", "check", "debug_model.toml", *flag, "-h"])
-    assert "usage: titanlite config check" in capsys.readouterr().out
 
 
 def test_help_names_the_commands(capsys):
@@ -185,29 +214,15 @@ def test_help_names_the_commands(capsys):
     assert out.startswith("usage: titanlite ")
     assert all(f"\n    {name}" in out for name in COMMANDS)
     assert run(capsys, "checkpoint")[1].startswith("usage: titanlite checkpoint ")
-    assert "show" in run(capsys, "config")[1]
-    for words in (["--help"], ["config", "--help"], ["config", "check", "-h"], ["nonsense"]):
-        with pytest.raises(SystemExit) as caught:
+    for words, code in ((["--help"], 0), (["config", "check", "-h"], 0), (["nonsense"], 2)):
+        with pytest.raises(SystemExit, match=str(code)):
             main(words)
-        assert caught.value.code == (2 if words == ["nonsense"] else 0)
 
 
 def test_version(capsys):
     torch = re.escape(metadata.version("torch"))
     versions = rf"titanlite {titanlite.__version__}, torch {torch}, python 3\.\d+\.\d+\n"
     assert re.fullmatch(versions, run(capsys, "--version")[1])
-
-
-def test_ranks_that_cannot_be_started_are_refused(capsys, monkeypatch):
-    train = ["train", "debug_model.toml", "--nproc-per-node"]
-    status, _, err = run(capsys, *train, "0")
-    assert status == 2
-    assert err.startswith("1 problem on the command line:\n  command line: --nproc: ")
-    assert run(capsys, *train, "3", "--training.data_parallel_shard_degree", "2")[0] == 2
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    status, _, err = run(capsys, *train, "2")
-    assert status == 2
-    assert "torchrun" in err
 
 
 _TIMED = """

@@ -3,7 +3,8 @@
 - `dataset_builder` turns the keys about text into sequences: whole (`text_files` →
   `tokenize_files` → `sequences`), as a stream (`stream_files` → `stream`), or as token files
   (`token_files`).
-- `rows` is their interface; `sequences` says what sequence i is; `mixtures/` mixes several sources.
+- `rows` is their interface; `sequences` says what sequence i is, by the orders of `epoch_order`;
+  `mixtures/` mixes several sources.
 - `loader` cuts this rank's batches from the global order, `prefetch` prepares them ahead.
 - `tokenizer/` has the tokenizers, `chat` the conversations, `foreign/` tokens of other programs.
 - `phases` and `step_sizes` tell what changes in the course of a run; `state_checks` what a

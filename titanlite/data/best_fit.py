@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from titanlite.data.epoch_order import epoch_order
 from titanlite.data.rows import max_documents
-from titanlite.data.sequences import PackedDataset, Range, epoch_order
+from titanlite.data.sequences import PackedDataset, Range
 from titanlite.data.tokenize_files import Tokens
 
 #: Pieces that are packed together.

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from titanlite.data import DataError
 from titanlite.data.daemon_threads import Pool
+from titanlite.data.epoch_order import epoch_order
 from titanlite.data.records import Record
 from titanlite.data.rows import Row, Window, make_row
-from titanlite.data.sequences import epoch_order
 from titanlite.data.state_checks import StateError
 from titanlite.data.text_files import TextFiles
 from titanlite.data.tokenize_files import targets_of

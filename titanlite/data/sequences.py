@@ -8,8 +8,8 @@ token but the very first is a target exactly once, across documents and epochs.
 Two orders mix the text, both computed from (seed, epoch) alone. The documents of an epoch are put
 in a new order. The windows of a pass are then served in an order of their own: neighbours are of
 one document, and a batch of them would hold one or two texts. Token files keep the order of their
-documents, and the order of their windows is computed place by place (`Permutation`), so memory and
-the time of a resume do not depend on their size.
+documents, and the order of their windows is computed place by place, so memory and the time of a
+resume do not depend on their size. `titanlite.data.epoch_order` has the arithmetic of both.
 
 So sequence i depends on i alone: any rank can serve it. A step takes the next `global_batch`
 numbers (`titanlite.data.loader`), and a checkpoint holds the next number, no more. Streams, whose
@@ -21,22 +21,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from math import isqrt
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data import EndOfData
+from titanlite.data.epoch_order import Permutation, epoch_key, epoch_order
 from titanlite.data.rows import FilePlace, Row, Rows, Window, make_row
 from titanlite.data.tokenize_files import Tokens
 from titanlite.utils import counted
-
-MASK = (1 << 64) - 1
-GAMMA = 0x9E3779B97F4A7C15
-#: Rounds of the Feistel network. Four are pseudo-random for large counts (Luby and Rackoff 1988);
-#: small ones take more.
-_ROUNDS = 8
 
 #: Neighbouring tokens of a corpus: the first and the end of them.
 Range = tuple[int, int]
@@ -223,60 +217,3 @@ class PackedDataset(Rows):
 
     def place_of(self, document: int) -> FilePlace | None:
         return self.corpus.place_of(document)
-
-
-# Orders. Integer arithmetic alone decides them: a generator of numpy's may change between versions,
-# and a run resumed years later must still find its place.
-
-
-def mix(z: Any) -> Any:
-    """Return SplitMix64's output (Steele, Lea and Flood 2014), a bijection of 64-bit integers."""
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & MASK
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & MASK
-    return z ^ (z >> 31)
-
-
-def epoch_key(seed: int, epoch: int) -> int:
-    """Return the key of an epoch's order, 64 bits."""
-    return mix(mix(seed & MASK) ^ mix((epoch + 1) * GAMMA & MASK))
-
-
-def epoch_order(count: int, seed: int, epoch: int, shuffle: bool = True) -> NDArray[np.int64]:
-    """Return the indexes [count] in the order of `epoch`; in file order without `shuffle`.
-
-    They are sorted by a hash of (seed, epoch, index), unique in an epoch, so the order does not
-    depend on the sort.
-    """
-    if not shuffle:
-        return np.arange(count, dtype=np.int64)
-    index = np.arange(count, dtype=np.uint64)
-    return np.argsort(mix(index * GAMMA + epoch_key(seed, epoch)), kind="stable")
-
-
-class Permutation:
-    """A keyed order of 0 … count - 1 that is computed place by place.
-
-    It is the generalized Feistel network of Black and Rogaway ("Ciphers with arbitrary finite
-    domains", CT-RSA 2002). An index is a pair (left, right) of [0, a) x [0, b) with a * b >= count.
-    Each round adds a hash of one half to the other, modulo a or b. A result at or above `count`
-    goes through it again. That is rare: a * b exceeds `count` by about its square root.
-    """
-
-    def __init__(self, count: int, key: int) -> None:
-        self.count = count
-        self._a = isqrt(max(count - 1, 0)) + 1
-        self._b = -(-count // self._a)
-        self._keys = [mix((key + (round + 1) * GAMMA) & MASK) for round in range(_ROUNDS)]
-
-    def __call__(self, place: int) -> int:
-        a, b, found = self._a, self._b, place
-        while True:
-            right, left = divmod(found, a)
-            for n, key in enumerate(self._keys):
-                if n % 2:
-                    right = (right + mix((key + left * GAMMA) & MASK)) % b
-                else:
-                    left = (left + mix((key + right * GAMMA) & MASK)) % a
-            found = right * a + left
-            if found < self.count:
-                return found

@@ -44,6 +44,7 @@ class Watchdog(Callback):
         """First of all callbacks: the other ranks wait for this one."""
         if end.error is not None:
             end.reason = self.watch.failed(end.error) or end.reason
+        self.watch.closing(end.error)
         if not self._entered:
             self.watch.__exit__(None if end.error is None else type(end.error), end.error, None)
 

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from titanlite import exit_codes
+from titanlite.utils import logger
+
 
 class Position:
-    """Notes step and phase of a rank. It watches nothing: nobody waits for a rank alone.
+    """Notes step and phase of a rank, and ends a rank that hangs after its last step.
+
+    Nothing else is watched, because nobody waits for a rank alone.
+
+    Args:
+        closing_seconds: how long callbacks and threads may take to end after the last step, before
+            the process ends with an error and so frees the run's folder; 0: as long as they want.
 
     Attributes:
         verdict: the sentence that names the rank at fault, once there is one.
         on_peer: called with the error of another rank before this one ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, closing_seconds: float = 0.0) -> None:
+        self._closing_seconds = closing_seconds
+        self._closing: threading.Timer | None = None
         self.verdict = ""
         self.on_peer: Callable[[Any], None] | None = None
         #: Step, number of the phase in it, phase, and when it began.
@@ -40,6 +52,25 @@ class Position:
         """Report an exception to the other ranks, and return who is to blame."""
         return ""
 
+    def closing(self, error: BaseException | None) -> None:
+        """Note that only callbacks and threads have to end. error: that ended the run."""
+        seconds = self._closing_seconds
+        if not seconds:
+            return
+        code = exit_codes.ERROR if error is None else exit_codes.code_of(error)
+
+        def end() -> None:
+            logger.error(
+                f"callbacks and threads have not ended in {seconds:.0f} s after the last step, so "
+                "this process ends. Its checkpoints are complete. A higher "
+                "comm.init_timeout_seconds gives more time"
+            )
+            exit_codes.exit_now(code)
+
+        self._closing = threading.Timer(seconds, end)
+        self._closing.daemon = True
+        self._closing.start()
+
     @property
     def where(self) -> str:
         step, _, phase, _ = self._now
@@ -49,4 +80,6 @@ class Position:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """A rank alone tells nobody."""
+        """Stop waiting for the end. A rank alone tells nobody."""
+        if self._closing is not None:
+            self._closing.cancel()

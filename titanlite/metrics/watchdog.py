@@ -120,9 +120,9 @@ class HangWatchdog(Position):
         folder: Path | None = None,
         end: Callable[[int], object] | None = exit_codes.end_process,
     ) -> None:
-        super().__init__()
         stall = stall or Stall()
         comm = comm or Comm()
+        super().__init__(2 * comm.init_timeout_seconds)
         self._deadline = _DEADLINE_SHARE * comm.train_timeout_seconds
         if stall.deadline_seconds is not None:
             self._deadline = stall.deadline_seconds
@@ -187,6 +187,7 @@ class HangWatchdog(Position):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        super().__exit__(kind, error, trace)
         thread = self._thread
         if thread is None:
             return

@@ -87,9 +87,13 @@ def apply_tp(
     mesh: one-dimensional. shard_logits: logits stay divided by vocabulary; else every rank gets all
     of them.
 
-    Modules that shared a parameter still do. Raises ParallelismError for an unknown kind, or for a
-    parameter that no module of the plan covers.
+    Modules that shared a parameter still do. Raises ParallelismError for another mesh, an unknown
+    kind, or a parameter that no module of the plan covers.
     """
+    if mesh.ndim != 1:
+        raise ParallelismError(
+            f'apply_tp takes one dimension, as mesh["tp"] of DistEnv.build_mesh, not {mesh.ndim}'
+        )
     shared = shared_parameters(model)
     modules = dict(model.named_modules())
     kinds = {name: kind for name, kind in plan.items() if name in modules}

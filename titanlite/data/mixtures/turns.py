@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from titanlite.data.sequences import epoch_order
+from titanlite.data.epoch_order import epoch_order
 
 #: Turns after which shares are exact; a source gets at least one of them.
 _SCHEDULE = 4096

@@ -23,6 +23,7 @@ from titanlite.dist import ParallelismError
 from titanlite.features.context.balanced_chunks import CPRank
 from titanlite.models.attention import attend, band, document_positions
 from titanlite.models.sinks import attend_in_window, attend_masked
+from titanlite.parallel.submeshes import check_mesh
 
 #: Name of the module in each block that a model lets be replaced.
 _REPLACED = "inner_attention"
@@ -125,9 +126,10 @@ def apply_cp(model: nn.Module, mesh: DeviceMesh) -> None:
     mesh: from `DistEnv.build_mesh`. Replaces every block's `inner_attention`; where a call gives no
     `positions`, they are those of this rank's part. Weights stay as they are.
 
-    Raises ParallelismError if the model has no such attention. A call with a sequence that is, as a
-    whole, longer than the model's RoPE tables raises it too.
+    Raises ParallelismError for another mesh, or if the model has no such attention. A call with a
+    sequence that is, as a whole, longer than the model's RoPE tables raises it too.
     """
+    check_mesh(mesh)
     cp_rank = CPRank.of(mesh)
     owners = [module for module in model.modules() if _REPLACED in dict(module.named_children())]
     if not owners:
