@@ -100,14 +100,14 @@ def compared(
     lost = [name for name, gradient in exact.items() if gradient.any() and not ours[name].any()]
     return {
         "what": form,
-        "value": 100 * distance / _norm(list(exact.values())),
+        "value": (100 * distance / _norm(list(exact.values()))).item(),
         "unit": "% of the norm from eager fp32",
         "lost": lost,
     }
 
 
-def _norm(tensors: list[Tensor]) -> float:
-    return torch.stack([tensor.norm() for tensor in tensors]).norm().item()
+def _norm(tensors: list[Tensor]) -> Tensor:
+    return torch.stack([tensor.norm() for tensor in tensors]).norm()
 
 
 if __name__ == "__main__":

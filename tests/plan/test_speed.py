@@ -341,8 +341,10 @@ def test_the_bubble_is_that_of_the_schedule(schedule: str, microbatches: int, id
 
 
 def test_muon_makes_each_matrix_orthogonal_on_one_of_the_ranks() -> None:
+    # Muon moves 24 bytes of each parameter, AdamW 32.
     found = [
-        of(n, "optimizer.name=Muon").parts["optimizer"] - of(n).parts["optimizer"] for n in (8, 32)
+        of(n, "optimizer.name=Muon").parts["optimizer"] - 24 / 32 * of(n).parts["optimizer"]
+        for n in (8, 32)
     ]
     d = 4096
     f = 14336
@@ -401,9 +403,9 @@ KEMPNER = (
 @pytest.mark.parametrize(
     "world, tensor, published, error",
     [
-        (1, 1, 10471, -0.27),
-        (4, 4, 25135 / 4, -0.11),
-        (8, 4, 44299 / 8, -0.02),
+        (1, 1, 10471, -0.26),
+        (4, 4, 25135 / 4, -0.10),
+        (8, 4, 44299 / 8, -0.01),
         (32, 4, 155917 / 32, 0.09),
     ],
 )
