@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_gradients import COMPILED, EAGER, FLOAT8, GATHERED, LIMITS  # noqa: E402
-from benchmarks.gpu_targets import TARGETS  # noqa: E402
+from benchmarks.gpu_targets import TARGETS, shown  # noqa: E402
 from titanlite.contrib import processes  # noqa: E402
 from titanlite.runs.read import read_run  # noqa: E402
 from titanlite.utils import atomic_write  # noqa: E402
@@ -64,8 +64,9 @@ EIGHT_BLOCKS = ("--model.overrides.n_layers=8",)
 RUNS = {
     "bf16": Run(H200, "compile"),
     "float8": Run(H200, "float8-all-gather"),
-    "rival": Run(RIVAL, "compile"),
-    "kahan": Run(KAHAN, "compile"),
+    # Steps of three seconds.
+    "rival": Run(RIVAL, "compile", 8),
+    "kahan": Run(KAHAN, "compile", 8),
     "kahan-float8": Run(KAHAN, "float8-all-gather"),
     # Planned with 137.0 of 139.7 GiB.
     "eager": Run(H200, "default"),
@@ -316,7 +317,7 @@ def page(facts: Mapping[str, Any], rows: Mapping[str, Any], mode: str) -> str:
     for name in RUNS:
         row = rows.get(name, {})
         values = [row.get(column) for column in columns]
-        cells = ["–" if value is None else f"{value:,.5g}" for value in values]
+        cells = ["–" if value is None else shown(value) for value in values]
         steps = f"{row.get('steps', '–')} of {RUNS[name].steps}"
         lines.append(f"| {name} | {' | '.join(cells)} | {steps} | {row.get('date', 'not run')} |")
     failed = [f"- {name} failed: {row['failed']}" for name, row in rows.items() if "failed" in row]

@@ -63,6 +63,11 @@ def tokens_per_second(micro_batches: int, update: float, float8: bool = False) -
     return micro_batches * TOKENS / seconds
 
 
+def shown(value: float) -> str:
+    """Return a figure as text."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
 @dataclass(frozen=True)
 class Target:
     """A figure of a row, alone or against another row, that is to be reached."""
@@ -94,7 +99,7 @@ class Target:
             return f"- {self.row}: {about} ({self.source}): not measured"
         met = found <= self.bound if loss else found >= self.bound
         verdict = "met" if met else "missed"
-        return f"- {self.row}: {about} ({self.source}): {verdict}, {found:,.4g}"
+        return f"- {self.row}: {about} ({self.source}): {verdict}, {shown(found)}"
 
 
 SUM = "93 % of the sum of the parts in benchmarks/gpu_targets.py"
