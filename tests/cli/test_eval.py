@@ -4,8 +4,10 @@ is.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,21 +15,18 @@ from typing import Any
 import pytest
 
 from tests.support.commands import evaluate_run
+from tests.support.hf import hf_folder
 from tests.support.pool import Pools
 from tests.support.processes import ROOT, python, titanlite
 from tests.support.texts import write_texts
 from tests.support.whole_runs import train_run
-from titanlite import doors
+from titanlite import doors, exit_codes
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.cli.checkpoint_folders import checkpoint_of
 from titanlite.cli.eval_losses import config_of, read_texts
+from titanlite.cli.main import main
 from titanlite.config.errors import ConfigError
 from titanlite.validation import ValidationResult
-
-LAYOUTS = {
-    "fsdp": [],
-    "tensor": ["--training.tensor_parallel_degree=2"],
-}
 
 
 def _train(pool: Pools, folder: Path, *flags: str) -> dict[str, Any]:
@@ -67,57 +66,45 @@ def _equal(result: ValidationResult, row: dict[str, Any]) -> bool:
     return len(found) == 4 and all(row[key] == value for key, value in found.items())
 
 
-@pytest.mark.parametrize("layout", ["fsdp", pytest.param("tensor", marks=pytest.mark.slow)])
 def test_it_equals_the_figures_of_the_run_to_the_last_bit(
-    pool: Pools, trained: tuple[Path, dict[str, Any]], tmp_path: Path, layout: str
+    pool: Pools, trained: tuple[Path, dict[str, Any]]
 ) -> None:
-    folder, row = (
-        trained
-        if layout == "fsdp"
-        else (tmp_path / "run", _train(pool, tmp_path, *LAYOUTS[layout]))
-    )
+    folder, row = trained
     before = _contents(folder)
     assert all(_equal(result, row) for result in pool(2).run(evaluate_run, folder))
     assert _contents(folder) == before
-    on_one = pool(1).run(evaluate_run, folder, *(flag[:-1] + "1" for flag in LAYOUTS[layout][:1]))[
-        0
-    ]
-    if layout == "fsdp":  # one rank reads half as many sequences in so many steps
-        assert on_one.all.tokens == row["validation_tokens"] / 2
-    else:
-        assert on_one.all.loss == pytest.approx(row["validation_loss"], rel=1e-6)
-
-
-def test_the_command_prints_one_json_object(
-    trained: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
-    folder, row = trained
-    words = ["eval", folder / "checkpoint" / "step-2", "--json", "--validation.batch_size=8"]
-    done = titanlite(*words, cwd=tmp_path)
-    found = json.loads(done.stdout)
-    assert done.returncode == 0
-    assert (found["step"], found["ranks"]) == (2, 1)
-    assert found["loss"] == pytest.approx(row["validation_loss"], rel=1e-6), (
-        "twice the batch on half the ranks"
-    )
-    assert found["tokens"] == row["validation_tokens"]
-    assert set(found["sources"]) == {
-        "c4_test",
-        "c4_validation",
-    }
 
 
 @pytest.mark.slow
-def test_ranks_of_torchrun_measure_together_and_one_prints_the_table(
+def test_tensor_parallel_ranks_measure_what_their_run_has_logged(
+    pool: Pools, tmp_path: Path
+) -> None:
+    row = _train(pool, tmp_path, "--training.tensor_parallel_degree=2")
+    assert all(_equal(result, row) for result in pool(2).run(evaluate_run, tmp_path / "run"))
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_measure_together_and_one_prints_a_json_object(
     trained: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
+    folder, row = trained
     words = ["-m", "titanlite.torchrun", "--nproc_per_node=2", "--standalone", "-m", "titanlite"]
-    done = python(*words, "eval", trained[0], cwd=tmp_path)
+    done = python(*words, "eval", folder / "checkpoint" / "step-2", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["step"], found["ranks"]) == (2, 2)
+    assert (found["loss"], found["tokens"]) == (row["validation_loss"], row["validation_tokens"])
+    assert set(found["sources"]) == {"c4_test", "c4_validation"}
+
+
+def test_the_command_prints_a_table(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    done = titanlite("eval", trained[0], "--validation.batch_size=8", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     title, head, *rows = done.stdout.splitlines()
     assert title.endswith("step-2")
     assert head.split() == ["text", "loss", "perplexity", "tokens"]
     assert [line.split()[0] for line in rows] == ["c4_test", "c4_validation", "all"]
+    # Twice the batch on half the ranks.
     assert rows[-1].split()[1] == f"{trained[1]['validation_loss']:.4f}"
 
 
@@ -187,3 +174,71 @@ def test_weights_of_another_tokenizer_are_refused(trained: tuple[Path, dict[str,
         read_texts(run, step, manifest)
     with pytest.raises(ConfigError, match="tensor_parallel 3"):
         config_of(step, manifest, None, ["--training.tensor_parallel_degree=3"], 1)
+
+
+# Tasks of lm-evaluation-harness
+
+
+needs_harness = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None,
+    reason="lm_eval is not installed: `titanlite eval` is NOT tested",
+)
+_COMMON = "dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {file}\ntest_split: test\n"
+TASKS = {
+    "tiny_choice": "output_type: multiple_choice\ndoc_to_text: '{{text}}'\ndoc_to_choice: ['a "
+    "cat', ' dogs, and on']\n"
+    "doc_to_target: 0\nmetric_list: [{metric: acc}, {metric: acc_norm}]\n",
+    "tiny_rolling": "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: "
+    "'{{text}}'\n"
+    "metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}]\n",
+}
+
+
+def _tasks(folder: Path) -> Path:
+    file = folder / "texts.jsonl"
+    texts = ["The first of all", "", "Some words that go on " * 12, "Naïve – 日本", "a b c"]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for name, lines in TASKS.items():
+        (folder / f"{name}.yaml").write_text(f"task: {name}\n{_COMMON.format(file=file)}{lines}")
+    return folder
+
+
+@needs_harness
+@pytest.mark.slow
+def test_every_kind_of_request_equals_the_harness_own_backend(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = hf_folder(tmp_path / "model")
+    tasks = _tasks(tmp_path)
+    words = ["--tasks", ",".join(TASKS), "--include-path", str(tasks), "--device=cpu", "--json"]
+    assert main(["eval", str(folder), *words, "--batch-size=2"]) == 0
+    ours = json.loads(capsys.readouterr().out)["results"]
+    theirs = lm_eval.simple_evaluate(
+        HFLM(
+            pretrained=str(folder), device="cpu", add_bos_token=True, dtype="float32", max_length=96
+        ),
+        tasks=list(TASKS),
+        # Without the thousands of tasks that the harness ships.
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+    )["results"]
+    for name in TASKS:
+        numbers = {key: value for key, value in theirs[name].items() if isinstance(value, float)}
+        assert numbers and {key: ours[name][key] for key in numbers} == pytest.approx(
+            numbers, rel=1e-5
+        ), name
+    assert main(["eval", str(folder), "--tasks=no_such_task"]) == exit_codes.CONFIG
+    assert "the harness has no task 'no_such_task'" in capsys.readouterr().err
+
+
+def test_a_missing_harness_is_named_with_its_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    (tmp_path / "model.safetensors").touch()
+    assert main(["eval", str(tmp_path), "--tasks=x"]) == exit_codes.CONFIG
+    assert "pip install 'titanlite[eval]'" in capsys.readouterr().err
