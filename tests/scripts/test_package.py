@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import titanlite
 from tests.support.processes import ROOT, python
 
 LIGHT = """
@@ -33,13 +32,6 @@ def test_names_shapes_configs_and_records_need_no_torch() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
-def test_a_name_that_is_not_public_is_no_attribute() -> None:
-    assert titanlite.Callback.__name__ == "Callback"
-    assert "Trainer" in dir(titanlite)
-    with pytest.raises(AttributeError, match="no attribute 'Trianer'"):
-        _ = titanlite.Trianer
-
-
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what a wheel of this tree installs."""
@@ -49,7 +41,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(
             ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
         )
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, source)
     build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
     subprocess.run(
@@ -78,15 +70,20 @@ def test_the_wheel_has_configs_schema_and_types(installed: Path) -> None:
     ]
 
 
+def test_the_page_of_the_package_index_links_to_no_file(installed: Path) -> None:
+    (distribution,) = importlib.metadata.distributions(path=[str(installed)])
+    page = distribution.metadata.get_payload()
+    assert "pip install titanlite" in page
+    targets = re.findall(r"\]\(([^)\s]+)\)", page)
+    assert [target for target in targets if not target.startswith("https://")] == []
+
+
 def test_a_config_of_the_wheel_is_found_by_its_name(installed: Path) -> None:
     done = from_wheel(
         installed, "config", "check", "llama3_8b_level2_compile.toml", "--world-size", "8"
     )
     assert done.returncode == 0, done.stderr
     assert f"{installed}/titanlite/train_configs/llama3_8b_level2_compile.toml" in done.stdout
-    done = from_wheel(installed, "train", "debug_modle.toml", "--nproc-per-node", "2")
-    assert done.returncode == 2
-    assert "nearest in train_configs/: debug_model.toml" in done.stderr
 
 
 def test_the_wheel_writes_jobs(installed: Path) -> None:
@@ -105,12 +102,8 @@ def test_what_is_installed_for_training_is_imported_somewhere_and_looked_for_in_
     assert listed is not None
     needed = set(re.findall(r'^ +"(\w+)', listed[1], re.M))
     code = "".join(path.read_text() for path in (ROOT / "titanlite").rglob("*.py"))
-    assert needed >= {"torch", "numpy"}
-    assert not {
-        name
-        for name in needed
-        if not re.search(rf"^ *(import|from) (torch\.utils\.)?{name}\b", code, re.M)
-    }
+    imported = re.findall(r"^ *(?:import|from) (?:torch\.utils\.)?(\w+)", code, re.M)
+    assert {"torch", "numpy"} <= needed <= set(imported)
     script = (ROOT / "scripts" / "setup_env.sh").read_text()
     looked_for = re.search(r'^_RUN_MODULES="(.*)"', script, re.M)
     assert looked_for is not None

@@ -278,11 +278,10 @@ class Layers:
             dialect.settle_microbatches(self)
             dialect.settle_unsupported(self)
         if self.sweep is not None:
-            place = self.sweep.source.place
             self.note(
                 Weight.REST,
-                f"{place}: [sweep] is for `titanlite sweep`; this run has the values of the files "
-                "and of the command line",
+                f"{self.sweep.source.place}: [sweep] is for `titanlite sweep`; this run has the "
+                "values of the files and of the command line",
             )
         return self._loaded()
 
