@@ -15,7 +15,7 @@ import torch
 from titanlite.cli import main as cli
 from titanlite.config.errors import ConfigError
 from titanlite.plan.hardware import cluster_of
-from titanlite.plan.memory import with_vocabulary
+from titanlite.plan.memory import estimate, with_vocabulary
 from titanlite.plan.optimizer import update_bytes
 from titanlite.plan.parts import GIB
 from titanlite.plan.plan import checkpoint_bytes, make_plan
@@ -202,6 +202,16 @@ def test_each_phase_has_the_time_and_memory_of_a_run_of_its_size(plan: Any) -> N
     parts = [alone(plan, batch, steps) for batch, steps in ((8, 100), (16, 300), (64, 600))]
     assert whole["hours"] == pytest.approx(sum(part["hours"] for part in parts), rel=1e-9)
     assert whole["needed_gib"] == max(part["needed_gib"] for part in parts)
+
+
+def test_the_memory_of_a_run_is_that_of_its_largest_phase() -> None:
+    """As the start report and the report of a lack of memory have it."""
+    sizes = (SMALL[1],), ("--training.global_batch_size=64",), (SMALL[1], RAMP, STEPS)
+    base = SMALL[0], "--model.tokenizer_path=bundled"
+    first, last, ramp = (
+        estimate(planned("llama3_8b.toml", 8, *base, *flags)).peak.total for flags in sizes
+    )
+    assert first < last == ramp
 
 
 def test_the_report_has_a_row_for_each_phase(plan: Any) -> None:
