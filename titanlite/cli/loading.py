@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from titanlite.cli.hub.export_weights import Source
+    from titanlite.models.generate import Sampling
 
 CHECKPOINT = (
     "a run, its folder of checkpoints (the newest valid one), one step-N, or a Hugging Face folder"
@@ -57,6 +59,47 @@ class LoadedModel:
     stop_ids: frozenset[int]
     #: For people: model, precision, device, load time.
     summary: str
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], where: str) -> list[int]:
+        """Return the ids up to the assistant's next message. Raises DataError without a template,
+        or if that refuses them.
+        """
+        from titanlite.data.chat import encode_chat, load_template
+
+        template = load_template(self.chat_template, self.tokenizer, day=self.template_date)
+        ids: list[int] = encode_chat(template.prompt(messages, where), self.tokenizer)[0].tolist()
+        return ids
+
+    def generate(
+        self, prompt: Sequence[int], max_tokens: int, sampling: Sampling, number: int
+    ) -> Iterator[int]:
+        """Yield new ids as `generate_ids` does."""
+        from titanlite.models.generate import generate_ids
+
+        return generate_ids(
+            self.model,
+            prompt,
+            max_tokens=max_tokens,
+            limit=self.limit,
+            sampling=sampling,
+            stop_ids=self.stop_ids,
+            head=self.head,
+            vocab=self.tokenizer.vocab_size,
+            number=number,
+        )
+
+    def text_of(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
+        """Return the text of new ids, without one that stops."""
+        from titanlite.models.generate import text_after
+
+        is_stopped = bool(ids) and ids[-1] in self.stop_ids
+        return text_after(self.tokenizer, prompt, ids[: len(ids) - is_stopped])
+
+    def finish(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
+        """Return why the text ended: "stop", "context" or "length"."""
+        if ids[-1] in self.stop_ids:
+            return "stop"
+        return "context" if len(prompt) + len(ids) >= self.limit else "length"
 
 
 def add_arguments(parser: Parser) -> None:

@@ -10,6 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.store_paths import to_path
@@ -18,13 +19,11 @@ from titanlite.cli.argument_parser import Commands, new_command
 from titanlite.cli.checkpoint_folders import check_weights
 from titanlite.cli.loading import LoadedModel, add_arguments, load_model
 from titanlite.cli.run_figures import to_json
+from titanlite.data import DataError
 from titanlite.utils import counted, escape, say
 
 if TYPE_CHECKING:
     from titanlite.models.generate import Sampling
-
-#: Prompts that are continued at once.
-_BATCH = 8
 
 
 def add_command(commands: Commands) -> None:
@@ -35,13 +34,15 @@ def add_command(commands: Commands) -> None:
         "sample",
         "continue text with a checkpoint",
         "Continue each TEXT with the weights of a checkpoint, on one device. Without TEXT the "
-        "prompt is read from standard input. The text goes to standard output, figures go to "
+        "prompt is read from standard input, and with --chat each line of it is a turn of a "
+        "dialogue. The text goes to standard output, figures go to "
         "standard error.",
     )
     add_arguments(parser)
     add = parser.add
     add("prompts", "a prompt (default: standard input)", "TEXT", nargs="*")
-    add("--chat", "each prompt is a user's message, rendered by the chat template")
+    chat = "each prompt is a user's message, rendered by the chat template; without TEXT a dialogue"
+    add("--chat", chat)
     add("--max-tokens", "most tokens to write (default: 256)", "N", type=at_least(1), default=256)
     greedy = "0: always the most probable token (default: 1)"
     add("--temperature", greedy, "T", type=_number(0, math.inf), default=1.0)
@@ -66,18 +67,22 @@ def _number(low: float, high: float) -> Callable[[str], float]:
 
 def _run(arguments: argparse.Namespace) -> str:
     check_weights(to_path(arguments.checkpoint))
-    prompts = arguments.prompts or [sys.stdin.read().removesuffix("\n")]
+    prompts = arguments.prompts
+    is_dialogue = arguments.chat and not prompts and not arguments.json
+    if not (prompts or is_dialogue):
+        prompts = [sys.stdin.read().removesuffix("\n")]
     loaded = load_model(arguments)
     from titanlite.models.generate import Sampling
 
     say(loaded.summary)
-    ids = encode_prompts(loaded, prompts, arguments.chat)
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+    if is_dialogue:
+        from titanlite.cli.chat import hold_dialogue
+
+        hold_dialogue(loaded, arguments.max_tokens, sampling)
+        return ""
     started = time.perf_counter()
-    found = []
-    for begin in range(0, len(ids), _BATCH):
-        some = ids[begin : begin + _BATCH]
-        found += _continued(loaded, some, sampling, arguments.max_tokens, begin)
+    found = _continued(loaded, prompts, arguments.chat, arguments.max_tokens, sampling)
     tokens = sum(len(one["ids"]) for one in found)
     speed = tokens / (time.perf_counter() - started)
     if arguments.json:
@@ -97,67 +102,86 @@ def _run(arguments: argparse.Namespace) -> str:
     return escape(text, verbatim=True) if sys.stdout.isatty() else text
 
 
-def encode_prompts(loaded: LoadedModel, prompts: Sequence[str], chat: bool) -> list[list[int]]:
-    """Return the ids of prompts: BOS and the text, or with `chat` the conversation.
+def generate(  # noqa: PLR0913
+    checkpoint: str | Path,
+    prompt: str,
+    *,
+    chat: bool = False,
+    max_tokens: int = 256,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    device: str | None = None,
+    dtype: str | None = None,
+    tokenizer: str | None = None,
+    ema: bool = False,
+    trust_code: bool = False,
+) -> str:
+    """Return the text with which a model continues a prompt; the same as of `titanlite sample`.
+
+    checkpoint: a run, its folder of checkpoints (the newest valid one), one step-N, or a Hugging
+    Face folder. It is loaded at each call: the command takes many prompts at once.
+    chat: the prompt is a user's message, rendered by the chat template.
+    max_tokens: the most to write.
+    temperature: 0 takes always the most probable token.
+    top_k: draw from this many of the most probable tokens (0: all).
+    top_p: draw from the fewest that sum to it.
+    seed: the same one gives the same text.
+    device: "cpu", "cuda" or "cuda:1"; by default a GPU if there is one.
+    dtype: "float32", "bfloat16" or "float16"; by default bfloat16 on a GPU, else float32.
+    tokenizer: file or folder; by default that of the run, or in the folder.
+    ema: take the average of the weights.
+    trust_code: import the model that a checkpoint names (SECURITY.md).
+
+    Raises CheckpointError, DataError for the tokenizer or the prompt, ConfigError for the device or
+    untrusted code, and ValueError for a number out of its range.
+    """
+    from titanlite.models.generate import Sampling
+
+    if not (max_tokens >= 1 and temperature >= 0 and top_k >= 0 and 0 < top_p <= 1 and seed >= 0):
+        raise ValueError(
+            "expected max_tokens >= 1, temperature >= 0, top_k >= 0, 0 < top_p <= 1 and seed >= 0"
+        )
+    options = {"device": device, "dtype": dtype, "tokenizer": tokenizer, "ema": ema}
+    loaded = load_model(
+        argparse.Namespace(
+            checkpoint=checkpoint, trust_code=trust_code, base=None, context=None, **options
+        )
+    )
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    text: str = _continued(loaded, [prompt], chat, max_tokens, sampling)[0]["text"]
+    return text
+
+
+def _continued(
+    loaded: LoadedModel, prompts: Sequence[str], chat: bool, max_tokens: int, sampling: Sampling
+) -> list[dict[str, Any]]:
+    """Return text, ids, prompt_tokens and finish of each prompt.
 
     Raises DataError for a prompt over the context, or that the template refuses.
     """
-    from titanlite.data import DataError
-    from titanlite.data.chat import encode_chat, load_template
-
-    tokenizer = loaded.tokenizer
-    found: list[list[int]] = []
-    if chat:
-        day = loaded.template_date
-        template = load_template(loaded.chat_template, tokenizer, day=day)
+    encoded = []
     for number, prompt in enumerate(prompts, 1):
         if chat:
-            text = template.prompt([{"role": "user", "content": prompt}], f"prompt {number}")
-            ids = encode_chat(text, tokenizer)[0].tolist()
+            ids = loaded.encode_chat([{"role": "user", "content": prompt}], f"prompt {number}")
         else:
-            ids = tokenizer.encode(prompt, bos=True)
+            ids = loaded.tokenizer.encode(prompt, bos=True)
         if not 0 < len(ids) < loaded.limit:
             raise DataError(
                 f"prompt {number} has {len(ids):,} tokens, and the model's context is "
                 f"{loaded.limit:,}: shorten it, or lengthen the context with --context N"
             )
-        found.append(ids)
-    return found
-
-
-def _continued(
-    loaded: LoadedModel,
-    prompts: Sequence[list[int]],
-    sampling: Sampling,
-    max_tokens: int,
-    first_row: int,
-) -> list[dict[str, Any]]:
-    from titanlite.models.generate import generate, text_after
-
-    written: list[list[int]] = [[] for _ in prompts]
-    for step in generate(
-        loaded.model,
-        prompts,
-        max_tokens=max_tokens,
-        limit=loaded.limit,
-        sampling=sampling,
-        first_row=first_row,
-        stop_ids=loaded.stop_ids,
-        head=loaded.head,
-        vocab=loaded.tokenizer.vocab_size,
-    ):
-        for ids, new in zip(written, step, strict=True):
-            ids += [] if new is None else [new]
+        encoded.append(ids)
     found = []
-    for prompt, ids in zip(prompts, written, strict=True):
-        stopped = ids[-1] in loaded.stop_ids
-        finish = "context" if len(prompt) + len(ids) >= loaded.limit else "length"
+    for number, ids in enumerate(encoded):
+        written = list(loaded.generate(ids, max_tokens, sampling, number))
         found.append(
             {
-                "text": text_after(loaded.tokenizer, prompt, ids[: len(ids) - stopped]),
-                "ids": ids,
-                "prompt_tokens": len(prompt),
-                "finish": "stop" if stopped else finish,
+                "text": loaded.text_of(ids, written),
+                "ids": written,
+                "prompt_tokens": len(ids),
+                "finish": loaded.finish(ids, written),
             }
         )
     return found

@@ -1,0 +1,105 @@
+"""A dialogue with a model: `titanlite sample CHECKPOINT --chat` without TEXT."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from titanlite.cli.loading import LoadedModel
+from titanlite.data import DataError
+from titanlite.utils import counted, escape, say
+
+if TYPE_CHECKING:
+    from titanlite.models.generate import Sampling
+
+Messages = list[dict[str, str]]
+
+
+def hold_dialogue(loaded: LoadedModel, max_tokens: int, sampling: Sampling) -> None:
+    """Answer each line of standard input until it ends, with what was said before as context.
+
+    Ctrl-C ends an answer. Raises DataError for a model without a chat template.
+    """
+    loaded.encode_chat([{"role": "user", "content": "?"}], "the dialogue")
+    if sys.stdin.isatty():
+        with suppress(ImportError):
+            import readline  # noqa: F401  # keys that move the cursor
+        say("Ctrl-D ends the dialogue, Ctrl-C an answer.")
+    messages: Messages = []
+    turn = 0
+    while (line := _read_line()) is not None:
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line})
+        try:
+            prompt = _encode_newest(loaded, messages, max_tokens)
+        except DataError as error:
+            say(f"error: {error}")
+            messages.pop()
+            continue
+        text = _answer(loaded, prompt, max_tokens, sampling, turn)
+        messages.append({"role": "assistant", "content": text.strip()})
+        turn += 1
+
+
+def _read_line() -> str | None:
+    while True:
+        try:
+            return input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            print()
+
+
+def _encode_newest(loaded: LoadedModel, messages: Messages, max_tokens: int) -> list[int]:
+    """Return the ids of the dialogue; drop its oldest turns where they leave no room to answer.
+
+    Raises DataError if the last message alone is longer than the context.
+    """
+    room = min(max_tokens, loaded.limit // 2)
+    for first in range(0, len(messages), 2):
+        ids = loaded.encode_chat(messages[first:], "the dialogue")
+        if len(ids) + room <= loaded.limit:
+            break
+    if len(ids) >= loaded.limit:
+        raise DataError(
+            f"this message has {len(ids):,} tokens, and the model's context is {loaded.limit:,}: "
+            "shorten it"
+        )
+    if first:
+        say(f"the context no longer holds the oldest {counted(first // 2, 'turns')}")
+        del messages[:first]
+    return ids
+
+
+def _answer(
+    loaded: LoadedModel, prompt: list[int], max_tokens: int, sampling: Sampling, turn: int
+) -> str:
+    """Print an answer as its tokens come; return it."""
+    ids: list[int] = []
+    text = shown = ""
+    finish = "stop"
+    try:
+        for new in loaded.generate(prompt, max_tokens, sampling, turn):
+            ids.append(new)
+            text = loaded.text_of(prompt, ids)
+            # A character may have several tokens.
+            if not text.endswith("\ufffd"):
+                _print(text[len(shown) :])
+                shown = text
+        finish = loaded.finish(prompt, ids)
+    except KeyboardInterrupt:
+        pass
+    _print(text[len(shown) :] + "\n")
+    if finish != "stop":
+        end = f"--max-tokens {max_tokens}" if finish == "length" else "the end of the context"
+        say(f"the answer was cut at {end}")
+    return text
+
+
+def _print(text: str) -> None:
+    # A terminal obeys no control characters that a model writes.
+    text = escape(text, verbatim=True) if sys.stdout.isatty() else text
+    print(text, end="", flush=True)
