@@ -52,8 +52,8 @@ CAPTIONS = {
 WAY = ("config", "resolve", "run", "assembly", "trainer", "step")
 LEFT_OUT = ("__init__", "__main__")
 
-WIDTH = 800
-ROW = 62
+#: Pixels of a row and of the column that a box of a full row has.
+ROW, COLUMN = 62, 184
 BOX = (172, 38)
 STYLE = """
   .room { fill: #f6f8fa; stroke: #8c959f; }
@@ -91,12 +91,13 @@ def picture(repository: Path) -> str:
         if own not in LEFT_OUT and other not in LEFT_OUT:
             edges[own].add(other)
     rows = rows_of(edges)
-    places = places_of(rows)
+    width = COLUMN * max(len(names) for names in rows)
+    places = places_of(rows, width)
     lines = [line(places[upper], places[lower]) for upper, lower in shown(edges)]
     boxes = [box(name, place) for name, place in places.items()]
     height = ROW * len(rows)
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
         'aria-label="Rooms of titanlite: each stands above those that it imports">'
     )
     return "\n".join([head, f"<style>{STYLE}</style>", *lines, *boxes, "</svg>\n"])
@@ -117,11 +118,11 @@ def rows_of(edges: dict[str, set[str]]) -> list[list[str]]:
     return [rows[number] for number in sorted(rows, reverse=True)]
 
 
-def places_of(rows: list[list[str]]) -> dict[str, Place]:
+def places_of(rows: list[list[str]], width: float) -> dict[str, Place]:
     places = {}
     for number, names in enumerate(rows):
         for column, name in enumerate(names):
-            x = WIDTH * (column + 0.5) / len(names)
+            x = width * (column + 0.5) / len(names)
             places[name] = Place(x, ROW * (number + 0.5))
     return places
 

@@ -93,21 +93,18 @@ def test_check_counts_the_parameters_of_a_named_size_and_is_strict_if_asked(caps
     assert run(capsys, *words, "--strict")[0] == 2
 
 
-def test_world_size_comes_from_the_flag_the_environment_or_what_fits(capsys, monkeypatch):
+def test_world_size_comes_from_the_flag_or_what_fits(capsys):
     flags = ("config", "check", "--training.data_parallel_shard_degree", "3")
     assert "3 (the fewest that fit" in run(capsys, *flags)[1]
-    monkeypatch.setenv("NGPU", "6")
-    assert run(capsys, *flags)[0] == 2
     assert "3 (--world-size)" in run(capsys, *flags, "--world-size", "3")[1]
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert "3 (WORLD_SIZE" in run(capsys, *flags)[1]
+    assert run(capsys, *flags, "--world-size", "6")[0] == 2
     assert run(capsys, *flags, "--world-size", "0")[0] == 2
 
 
 @pytest.mark.parametrize(
     ("flags", "idle"),
     [
-        ("--checkpoint.interval=5 --validation.freq=3", "validation.freq, checkpoint.interval"),
+        ("--checkpoint.interval=5 --checkpoint.folder=a", "checkpoint.folder, checkpoint.interval"),
         ("--no-metrics.rank_0_only", "metrics.rank_0_only"),
         ("--no-metrics.rank_0_only --metrics.enable_tensorboard", ""),
         ("--data.lanes=2 --data.streaming=false", "data.lanes"),
@@ -120,9 +117,52 @@ def test_world_size_comes_from_the_flag_the_environment_or_what_fits(capsys, mon
 )
 def test_settings_of_a_feature_that_is_off_are_named(flags, idle):
     notes = check_config(flags.split(), training=False)[1].notes
-    found = [note for note in notes if "no effect" in note]
+    found = [note.text for note in notes if "no effect" in note.text]
     assert len(found) == bool(idle)
     assert all(note.endswith(idle) for note in found)
+
+
+#: What changes the numbers, may lose work, costs speed, has no effect; in that order.
+NOTED = {
+    "--float8.emulate": "warning: float8 is disabled",
+    "--training.dataset=c4_mini": "note: command line: c4_mini is not bundled",
+    "--checkpoint.interval=5": "note: no effect, as their features are off: checkpoint.interval",
+    "--training.prefetch=2": "warning: training.prefetch = 2 has no effect",
+    "--activation_checkpoint.memory_budget=0.3": "note: no effect, as their features are off: act",
+    "--metrics.rank_0_only=false": "note: no effect, as their features are off: metrics.",
+}
+
+
+def test_check_shows_the_five_gravest_notes_and_all_if_asked(capsys):
+    words = ["config", "check", *reversed(NOTED)]
+    lines = run(capsys, *words)[1].splitlines()
+    *shown, last = lines[lines.index("  files          none: all defaults") + 1 :]
+    for line, text in zip(shown, [*NOTED.values()][:5], strict=True):
+        assert line.startswith(f"  {text}")
+    assert last == "  1 more note: --all shows every note"
+    lines = run(capsys, *words, "--all")[1].splitlines()
+    assert lines[-1].startswith(f"  {NOTED['--metrics.rank_0_only=false']}")
+    assert lines[-6:-1] == shown
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_a_terminal_has_lines_of_its_width_and_whole_values(width, capsys, monkeypatch):
+    folder = f"a b/{'some/' * 30}"
+    flags = ["--job.dump_folder", folder, "--model.tokenizer_path", folder, *NOTED]
+    commands = [["check", *flags], ["explain", *flags, "--all"], ["explain", "training.dataset"]]
+    whole = [run(capsys, "config", *words)[1] for words in commands]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("NO_COLOR", "1")
+    check, explained, one = wrapped = [run(capsys, "config", *words)[1] for words in commands]
+    assert f'\n      "{folder}"\n' in check
+    assert f'\n  dump_folder = "{folder}"\n      command line\n' in explained
+    assert re.search(r"\n  meaning       Text by name: .*\n {16}[^ ]", one)
+    for text, before in zip(wrapped, whole, strict=True):
+        assert text.split() == before.split()
+        for line in text.splitlines():
+            rest = re.sub(r'"[^"]*"|\[[^][]*\]| = ', "", line.strip())
+            assert len(line) <= width or " " not in rest
 
 
 def test_explain_shows_every_key_with_value_source_and_meaning(capsys):

@@ -87,7 +87,7 @@ def test_the_table_of_a_converter_counts_where_the_converter_is_named(
 def test_a_table_that_does_not_count_is_told() -> None:
     told = "no effect, by model.converters: quantize.linear."
     for text, table in ((OFF + FILTERS, "mx"), (ON + FLOAT8, "float8")):
-        (note,) = (line for line in read(text)[0].notes if line.startswith("no effect"))
+        (note,) = (one.text for one in read(text)[0].notes if one.text.startswith("no effect"))
         assert note.startswith(f"{told}{table}.filter_fqns")
 
 

@@ -41,12 +41,6 @@ def test_ranks_left_over_shard_the_weights_or_copy_them(flags, ranks, replicate,
     assert mesh.weight_shards == shard * mesh.context
 
 
-def test_a_derived_degree_comes_with_its_equation():
-    notes = run_of(f"{T}tensor_parallel_degree=2", f"{E}context_parallel_degree=2", ranks=8).notes
-    left = "the ranks left over, 8 ranks / tensor_parallel 2 / context_parallel 2"
-    assert f"data_parallel_shard = 2: {left}" in notes
-
-
 @pytest.mark.parametrize(
     ("flags", "fewest"),
     [
@@ -82,8 +76,6 @@ def test_epochs_become_steps_once_the_text_is_counted():
     after = with_length(before, 30)
     assert (before.steps, before.schedule.total_steps) == (None, None)
     assert after.steps == after.schedule.total_steps == 8
-    assert "steps = 8: 30 sequences in 3 epochs / 4 sequences per step, rounded up" in after.notes
-    assert not any("once the text is counted" in note for note in after.notes)
     shortened = with_length(run_of(*flags, "--training.warmup_steps=9"), 30)
     assert shortened.schedule.warmup_steps == 8 and len(shortened.warnings) == 1
     own = run_of(*flags, "--lr_scheduler.total_steps=50")
@@ -91,7 +83,6 @@ def test_epochs_become_steps_once_the_text_is_counted():
     assert with_length(own, 30).warnings == own.warnings
     skipping = with_length(run_of(*flags, "--data.skip_steps=7-20,2,2-3"), 30)
     assert skipping.steps == 4  # sequences 0-3, 12-15, 16-19, 20-23
-    assert any("less 14 skipped (data.skip_steps) / 4" in note for note in skipping.notes)
     assert run_of(f"{T}steps=9", "--data.skip_steps=2").steps == 9
 
 
@@ -166,10 +157,9 @@ def test_a_pipeline_keeps_weights_gathered_and_knows_its_stages():
         2,
     )
     assert run.training.reshard_after_forward == "never"
-    assert any("stay gathered" in note for note in run.notes)
+    assert any("stay gathered" in note.text for note in run.notes)
     (warning,) = run_of(*flags, f"{T}reshard_after_forward=always", ranks=4).warnings
     assert "training.reshard_after_forward" in warning
-    assert run_of(*flags, ranks=2).notes[-1].startswith("pipeline micro-batches per step = 2")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +179,6 @@ def test_what_has_no_effect_is_a_warning(flags, ranks, warning, mended):
     (found,) = run_of(*flags, ranks=ranks).warnings
     assert warning in found
     assert run_of(*flags, mended, ranks=ranks).warnings == ()
-    assert run_of("--checkpoint.keep_latest_k=3").notes[-1].endswith("checkpoint.keep_latest_k")
 
 
 def test_a_wrong_model_name_beside_float8_filters_is_a_problem_of_the_config():

@@ -32,7 +32,7 @@ def test_python_example_runs(capsys):
     example = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert example is not None
     exec(compile(example[1], "docs/config.md", "exec"), {})
-    assert "tokens per step" in capsys.readouterr().out
+    assert "is shortened to 5" in capsys.readouterr().out
 
 
 def test_every_code_of_a_problem_is_listed():

@@ -135,7 +135,7 @@ def test_a_file_of_torchtitan_gives_its_model_schedule_and_batch(version: str, n
 
 
 def test_a_run_from_a_later_file_says_at_its_start_what_that_means() -> None:
-    notes = "\n".join(run_of(text("0.2.x", "debug_model"), 8).notes)
+    notes = "\n".join(note.text for note in run_of(text("0.2.x", "debug_model"), 8).notes)
     assert (
         'model.flavor "debugmodel" of torchtitan 0.2.x is "3.1-debugmodel": 6 layers and RoPE '
         "scaled by 8"
@@ -144,7 +144,7 @@ def test_a_run_from_a_later_file_says_at_its_start_what_that_means() -> None:
         'the warm-up of torchtitan 0.2.x is n / W at step n: lr_scheduler.style = "titan-0.2"'
         in notes
     )
-    assert not any("0.2.x" in note for note in run_of(text("2024", "debug_model"), 8).notes)
+    assert not any("0.2.x" in note.text for note in run_of(text("2024", "debug_model"), 8).notes)
 
 
 def model_text(name: str, flavor: str, rest: str = "") -> str:
@@ -157,7 +157,7 @@ def test_models_of_the_later_dialect_are_what_their_notes_say() -> None:
     for (name, there), later in LATER_MODELS.items():
         config, problems = read_text(model_text(name, there), HERE)
         assert not problems
-        notes = "\n".join(config.notes)
+        notes = "\n".join(note.text for note in config.notes)
         assert f'model.flavor "{there}" of torchtitan 0.2.x is "{later.flavor}"' in notes
         assert later.difference in notes
         for key, value in later.settings.items():

@@ -117,7 +117,7 @@ def test_later_layer_replaces_another_way_of_saying_it(tmp_path):
     )
     assert config.sections.training.tokens == 100
     assert not config.is_given("training.steps")
-    assert any("replaces training.steps = 3" in note for note in config.notes)
+    assert any("replaces training.steps = 3" in note.text for note in config.notes)
     config = load_file(tmp_path / "run.toml", ["--training.tokens", "none"])
     assert config.sections.training.steps == 3
 
@@ -204,7 +204,7 @@ def test_another_flavor_or_family_drops_the_overrides_of_the_layers_below(
     assert config.sections.model.overrides == {"dim": 64}
     assert config.sections.model.title.endswith(" with dim = 64")
     (note,) = config.notes
-    assert note.endswith(": model.overrides.n_layers = 6 (base.toml:2)")
+    assert note.text.endswith(": model.overrides.n_layers = 6 (base.toml:2)")
 
 
 def test_the_same_flavor_again_keeps_the_overrides(tmp_path):

@@ -49,6 +49,10 @@ def written(tmp_path: Path, text: str, *flags: str) -> LoadedConfig:
     return load_file(tmp_path / "run.toml", flags)
 
 
+def texts(config: LoadedConfig) -> list[str]:
+    return [note.text for note in config.notes]
+
+
 def refused(text: str) -> Problem:
     (problem,) = read_text(text, Path("run.toml"))[1]
     return problem
@@ -72,7 +76,7 @@ def test_dialect_2026_brings_the_later_defaults_and_says_so(tmp_path):
     source = config.source("checkpoint.keep_latest_k")
     assert (source.kind, source.line) == ("dialect", 2)
     assert any(
-        f"{tmp_path / 'run.toml'}:2" in note and "checkpoint.keep_latest_k" in note
+        f"{tmp_path / 'run.toml'}:2" in note.text and "checkpoint.keep_latest_k" in note.text
         for note in config.notes
     )
 
@@ -168,7 +172,7 @@ def test_unsupported_keys_of_a_feature_that_is_off_change_nothing_and_a_note_say
         value = OTHERS[type(key.off[0])]
         config, problems = read_text(f"{name} = {quote(value)}\n", Path("run.toml"))
         assert problems == [] and config.sections == Config(), name
-        assert config.notes == (f"no effect, as their features are off: {name}",)
+        assert texts(config) == [f"no effect, as their features are off: {name}"]
 
 
 def test_an_unsupported_key_is_refused_where_any_layer_switches_its_feature_on(tmp_path):
@@ -185,7 +189,7 @@ def test_keys_of_torchft_that_is_off_have_no_effect():
     config, problems = read_text(text, Path("run.toml"))
     names = "fault_tolerance.sync_steps, fault_tolerance.semi_sync_method"
     assert not problems
-    assert config.notes == (f"no effect, as their features are off: {names}",)
+    assert texts(config) == [f"no effect, as their features are off: {names}"]
 
 
 def test_a_python_config_is_refused_with_the_page_that_helps():

@@ -435,7 +435,7 @@ def test_queries_of_one_size_hold_no_multiplier() -> None:
 
 def test_keys_of_the_base_model_alone_are_told() -> None:
     run = check_config([DEBUG, "--mup.base.n_heads=4"])[1]
-    assert any("mup.base" in note for note in run.notes)
+    assert any("mup.base" in note.text for note in run.notes)
 
 
 def test_the_start_report_names_the_base_model() -> None:

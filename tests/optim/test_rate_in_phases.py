@@ -110,9 +110,6 @@ def test_the_length_of_a_run_in_tokens_counts_the_ramp() -> None:
     # 4 steps of 64 tokens, then steps of 128.
     run = load_config("debug_model.toml", 1, [*TINY, "--training.tokens=1000"])
     assert (run.steps, run.tokens) == (10, 4 * 64 + 6 * 128)
-    assert "steps = 10: training.tokens 1,000 / 64, then 128 tokens per step, rounded up" in (
-        run.notes
-    )
     flags = [*TINY, "--training.steps=10", "--lr_scheduler.unit=tokens"]
     run = load_config("debug_model.toml", 1, [*flags, "--lr_scheduler.warmup_ratio=0.25"])
     assert (run.schedule.total_steps, run.schedule.warmup_steps) == (1024, 256)

@@ -53,11 +53,9 @@ def build_callbacks(
     every += [garbage, attempts]
     if parts.average is not None:
         every.append(parts.average)
-    moe = parts.model_parts.moe_layers
-    figures = [] if moe is None else [moe.figures(run.spec, parts.model, world.device)]
     peak = _peak_flops(parts, device)
-    metrics = _metrics(parts, garbage, figures, peak)
-    every += [StartReport(parts, peak, attempts), *figures, metrics]
+    metrics = _metrics(parts, garbage, peak)
+    every += [StartReport(parts, peak, attempts), *metrics.more, metrics]
     if world.size > 1:
         from titanlite.metrics.replicas import EqualReplicas
 
@@ -83,12 +81,14 @@ def build_callbacks(
 
 
 def _metrics(
-    parts: TrainingComponents,
-    garbage: GarbageCollection,
-    figures: Sequence[Any],
-    peak: float | None,
+    parts: TrainingComponents, garbage: GarbageCollection, peak: float | None
 ) -> MetricsLogger:
     run = parts.run
+    #: Callbacks that add figures to the log, see `Figures`.
+    more: list[Any] = []
+    moe = parts.model_parts.moe_layers
+    if moe is not None:
+        more.append(moe.figures(run.spec, parts.model, parts.world.device))
     flops = {run.batch.seq_len: run.flops_per_token(parts.args, run.batch.seq_len)}
     for phase in run.data.phase:
         # A resume may have legs that the run from its start does not have.
@@ -96,7 +96,7 @@ def _metrics(
             flops[phase.seq_len] = run.flops_per_token(parts.args, phase.seq_len)
     meter = Throughput(parts.world.size, flops, peak)
     toml = public_config(run.toml)
-    return MetricsLogger(run.metrics, run.job, parts.world, toml, meter, garbage.read, figures)
+    return MetricsLogger(run.metrics, run.job, parts.world, toml, meter, garbage.read, more)
 
 
 def _peak_flops(parts: TrainingComponents, device: str) -> float | None:

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 WARNING = "warning: "
 #: Names of rows that come last, as `note: text` and `warning: text`.
 _LAST = ("note", "warning")
-#: Prefixes of notes of the config whose numbers rows of the report show already.
-_SHOWN = ("global batch = ", "accumulation = ", "tokens per step = ", "data_parallel_shard = ")
 
 
 def report_lines(parts: TrainingComponents, steps: int, peak: float | None) -> list[str]:
@@ -44,7 +42,7 @@ def report_lines(parts: TrainingComponents, steps: int, peak: float | None) -> l
     """
     run = with_steps(parts.run, steps)
     rows = [*_rows(parts, run, peak)]
-    rows += [("note", note) for note in run.notes if not note.startswith(_SHOWN)]
+    rows += [("note", note.text) for note in run.notes if not note.warns]
     name = public_name(run.training.dataset_path or run.training.dataset)
     datasets = parts.datasets
     warnings = [*filter(None, [accelerator_warning()]), *run.warnings]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 
 from titanlite.cli.argument_parser import (
@@ -26,7 +27,7 @@ from titanlite.config.value_types import Section
 from titanlite.models.families import SPECS
 from titanlite.resolve.load import check_config, unnamed_tokenizer
 from titanlite.run.config import RunConfig
-from titanlite.runs.text_tables import Style
+from titanlite.runs.text_tables import Style, unbroken
 from titanlite.utils import REMOVED, counted
 
 
@@ -43,9 +44,10 @@ def add_commands(commands: Commands) -> None:
         f"{FLAGS} Exit status: 0 when it is right, 2 when not.",
     ).add
     add("files", FILES, "FILE", nargs="*")
-    ranks = "ranks (default: WORLD_SIZE or NGPU of the environment, else the fewest that fit)"
+    ranks = "ranks to check for (default: the fewest that fit)"
     add("--world-size", ranks, "N", type=int)
     add("--strict", "also refuse files that are not there, as training does")
+    add("--all", "show every note")
     add = add_to_group(
         actions,
         _explain,
@@ -75,32 +77,36 @@ def _show(arguments: argparse.Namespace) -> str:
 
 # Check
 
+#: Notes that are shown without --all.
+_NOTES_SHOWN = 5
+
 
 def _check(arguments: argparse.Namespace) -> str:
     argv = [*files_of(arguments), *arguments.flags]
-    world_size, why = world_size_of(arguments.world_size)
-    config, run = check_config(argv, world_size, training=arguments.strict)
+    ranks = arguments.world_size
+    if ranks is not None and ranks < 1:
+        raise bad_flag("--world-size", f"expected an integer >= 1, got {ranks}")
+    config, run = check_config(argv, ranks, training=arguments.strict)
     from titanlite.assembly.early_text_check import first_look
 
-    report = _report(config, run, why, arguments.style)
-    unseen = first_look(run)
-    return report + (f"\n  note: {unseen}" if unseen else "")
+    why = "--world-size" if ranks else "the fewest that fit; --world-size N checks another number"
+    lines = [*_rows(config, run, why, arguments.style)]
+    problems = [f"not there: {problem}" for problem in broken(config, [missing_files])]
+    for problem in unnamed_tokenizer(config, run):
+        problems.append(f"training will refuse: {problem}")
+    problems += filter(None, [first_look(run)])
+    style = arguments.style
+    lines += [style.warn(style.wrap(f"  {problem}")) for problem in problems]
+    shown = run.notes if arguments.all else run.notes[:_NOTES_SHOWN]
+    for note in shown:
+        line = style.wrap(f"  {'warning' if note.warns else 'note'}: {note.text}")
+        lines.append(style.warn(line) if note.warns else style.dim(line))
+    if more := len(run.notes) - len(shown):
+        lines.append(style.dim(f"  {counted(more, 'more notes')}: --all shows every note"))
+    return "\n".join(lines)
 
 
-def world_size_of(asked: int | None) -> tuple[int | None, str]:
-    """Return the ranks to check for (None: the fewest that fit), and their origin."""
-    if asked is not None:
-        if asked < 1:
-            raise bad_flag("--world-size", f"expected an integer >= 1, got {asked}")
-        return asked, "--world-size"
-    for name in ("WORLD_SIZE", "NGPU"):
-        text = os.environ.get(name, "")
-        if text.isdecimal() and int(text) > 0:
-            return int(text), f"{name} of the environment"
-    return None, "the fewest that fit; --world-size N checks another number"
-
-
-def _report(config: LoadedConfig, run: RunConfig, why: str, style: Style) -> str:
+def _rows(config: LoadedConfig, run: RunConfig, why: str, style: Style) -> Iterator[str]:
     args = run.model_args()
     size = "the tokenizer's vocabulary"
     if args.vocab_size is not None:
@@ -120,7 +126,10 @@ def _report(config: LoadedConfig, run: RunConfig, why: str, style: Style) -> str
         if degree > 1 or name == "data_parallel_shard"
     )
     batch = run.batch
-    sequences = f"{counted(batch.global_batch_size, 'sequences')} of {batch.seq_len} tokens"
+    sequences = (
+        f"{counted(batch.global_batch_size, 'sequences')} of {batch.seq_len} tokens = "
+        f"{batch.tokens_per_step:,} tokens per step"
+    )
     micro = f"{counted(batch.accumulation, 'micro-batches')} of {batch.micro_batch_size} per rank"
     steps = counted(run.training.epochs or 0, "epochs")
     if run.steps is not None:
@@ -138,17 +147,11 @@ def _report(config: LoadedConfig, run: RunConfig, why: str, style: Style) -> str
         "steps": steps,
         "learning rate": f"{run.optimizer.lr:g}, {warmup}, then {schedule.decay_type}",
         "checkpoints": checkpoints,
-        "files": ", ".join(config.files) or "none: all defaults",
+        "files": ", ".join(map(unbroken, config.files)) or "none: all defaults",
     }
-    lines = [style.good("OK")]
-    lines += [f"  {label:<14} {text}" for label, text in rows.items()]
-    lines += [style.dim(f"  note: {note}") for note in run.notes]
-    lines += [style.warn(f"  warning: {warning}") for warning in run.warnings]
-    for problem in broken(config, [missing_files]):
-        lines.append(style.warn(f"  not there: {problem}"))
-    for problem in unnamed_tokenizer(config, run):
-        lines.append(style.warn(f"  training will refuse: {problem}"))
-    return "\n".join(lines)
+    yield style.good("OK")
+    for label, text in rows.items():
+        yield style.wrap(f"  {label:<14} {text}", hanging=15)
 
 
 # Explain
@@ -182,7 +185,8 @@ def _explain_one(config: LoadedConfig, name: str, style: Style) -> str:
         accepted = " or ".join(map(quote, off.off))
         if off.switch:
             accepted = f"{accepted}; any value while {off.switch} leaves it off"
-        return f"{head}\n  accepted  {accepted}\n  otherwise refused: {off.reason}"
+        text = f"{head}\n  accepted  {accepted}\n  otherwise refused: {off.reason}"
+        return style.wrap(text)
     name = table_of(name) or name
     if key_of(name) not in keys():
         from titanlite.config.unknown_keys import unknown
@@ -195,7 +199,7 @@ def _explain_one(config: LoadedConfig, name: str, style: Style) -> str:
     if name in ALIASES:
         head += f"  ({name} is another name of it)"
     rows = [
-        ("value", f"{style.bold(_shown_value(config, key))}  from {_source(config, key)}"),
+        ("value", f"{unbroken(_shown_value(config, key))}  from {_source(config, key)}"),
         ("type", key.expected),
         ("default", quote(key.default)),
         ("meaning", key.description),
@@ -207,7 +211,8 @@ def _explain_one(config: LoadedConfig, name: str, style: Style) -> str:
         files = "for a file that says so or uses later names of older keys"
         rows.append(("dialect 2026", f"default {default}, {files}"))
     rows += [("also", f"{other.name} ({other.relation})") for other in names_of(key.name)]
-    return "\n".join([head, *(f"  {label:<13} {text}" for label, text in rows)])
+    lines = [style.wrap(f"  {label:<13} {text}", hanging=14) for label, text in rows]
+    return "\n".join([head, *lines])
 
 
 def summary(owner: type[Section]) -> str:
@@ -219,15 +224,19 @@ def _explain_section(
     config: LoadedConfig, name: str, style: Style, given_alone: bool = False
 ) -> str:
     """Return a section with its keys; "" where `given_alone` leaves none."""
-    lines = [f"{style.bold(f'[{name}]')}  {summary(sections()[name])}"]
+    head = f"[{name}]"
+    about = style.wrap(f"{head}  {summary(sections()[name])}")
+    lines = [about.replace(head, style.bold(head), 1)]
     for key in keys().values():
         if key.section != name or (given_alone and not config.is_given(key.name)):
             continue
         value = f"{key.field} = {_shown_value(config, key)}"
-        value = style.bold(value) if config.is_given(key.name) else value
-        lines.append(f"  {value}  {style.dim(_source(config, key))}")
+        line = style.wrap(f"  {unbroken(value)}  {_source(config, key)}")
+        if config.is_given(key.name):
+            line = line.replace(value, style.bold(value), 1)
+        lines.append(line)
         about = f"{key.description} ({key.expected}; default {quote(key.default)})"
-        lines.append(style.dim(f"      {about}"))
+        lines.append(style.dim(style.wrap(f"      {about}", hanging=0)))
     return "\n".join(lines if len(lines) > 1 or not given_alone else [])
 
 
@@ -253,5 +262,5 @@ def _source(config: LoadedConfig, key: Key) -> str:
         return ", ".join(entries)
     source = config.source(key.name)
     if source.written in ("", key.name):
-        return str(source)
-    return f"{source}, as {source.written}"
+        return unbroken(str(source))
+    return f"{unbroken(str(source))}, as {source.written}"

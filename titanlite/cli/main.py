@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Sequence
 from types import TracebackType
+from typing import TextIO
 
 from titanlite import doors, exit_codes
 from titanlite.assembly.tested_machines import system_problem
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     sys.excepthook = _print_traceback
     arguments.flags = flags
-    arguments.style = Style(wants_color(sys.stdout))
+    arguments.style = Style(wants_color(sys.stdout), _columns(sys.stdout))
     try:
         if not arguments.takes_keys:
             no_flags(flags)
@@ -64,14 +66,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = exit_codes.own_code(error)
         if code is None:
             raise
-        report = str(error) if isinstance(error, ConfigError) else f"error: {error}"
-        say(report)
+        is_of_config = isinstance(error, ConfigError)
+        report = Style(False, _columns(sys.stderr)).wrap(str(error))
+        say(report if is_of_config else f"error: {error}")
         return code
     text, code = result if isinstance(result, tuple) else (result, exit_codes.DONE)
     if text:
         # In a pipe it may be a file to be kept as it is.
         _show(text if getattr(arguments, "verbatim", False) else public(text))
     return code
+
+
+def _columns(stream: TextIO) -> int:
+    """Return the width of a terminal; 0: it is none."""
+    return shutil.get_terminal_size().columns if stream.isatty() else 0
 
 
 def _show(text: str) -> None:

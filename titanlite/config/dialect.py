@@ -14,6 +14,7 @@ import msgspec
 from titanlite.config.aliases import MX, MicrobatchSize, key_of, translated
 from titanlite.config.errors import DEFAULT, Problem, Source
 from titanlite.config.keys import keys
+from titanlite.config.notes import Weight
 from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED
 
@@ -76,10 +77,11 @@ def apply_later(layers: Layers, later: Entry | None) -> None:
         layers.put("job.dialect", "2026", source)
     taken = _put_missing(layers, LATER_DEFAULTS, source)
     if taken:
-        layers.notes.append(f"{sign.place} {why}: later defaults for {', '.join(taken)}")
+        layers.note(Weight.NUMBERS, f"{sign.place} {why}: later defaults for {', '.join(taken)}")
     if "lr_scheduler.style" in taken:
-        layers.notes.append(
-            'the warm-up of torchtitan 0.2.x is n / W at step n: lr_scheduler.style = "titan-0.2"'
+        layers.note(
+            Weight.NUMBERS,
+            'the warm-up of torchtitan 0.2.x is n / W at step n: lr_scheduler.style = "titan-0.2"',
         )
     name = layers.values.get("model.name")
     if name is not None and name.raw == TRANSFORMERS:
@@ -117,9 +119,10 @@ def _take_later_model(layers: Layers, model: tuple[str, str], sign: Source) -> N
         }
         if layers.get("training.seq_len") <= _DEEPSEEK_CONTEXT:
             scaling = "none"
-            layers.notes.append(
+            layers.note(
+                Weight.NUMBERS,
                 f"torchtitan scales RoPE of deepseek_v3 for sequences over {_DEEPSEEK_CONTEXT} "
-                'tokens alone: model.rope_scaling = "none"'
+                'tokens alone: model.rope_scaling = "none"',
             )
         layers.put("model.rope_scaling", scaling, source)
     taken = _put_missing(layers, later.settings, source)
@@ -129,7 +132,7 @@ def _take_later_model(layers: Layers, model: tuple[str, str], sign: Source) -> N
     note = f"model.flavor {quote(flavor)} of torchtitan 0.2.x is {here}: {later.difference}"
     if taken:
         note = f"{note} ({', '.join(taken)})"
-    layers.notes.append(note)
+    layers.note(Weight.NUMBERS, note)
 
 
 def _written_as(layers: Layers, key: str, value: str, sign: Source) -> Source:
@@ -149,9 +152,10 @@ def _take_transformers_flavor(layers: Layers, source: Source) -> None:
     entries = TRANSFORMERS_FLAVORS.get(flavor, {})
     settings = {f"model.overrides.{entry}": value for entry, value in entries.items()}
     if _put_missing(layers, settings, source):
-        layers.notes.append(
+        layers.note(
+            Weight.NUMBERS,
             f"model.flavor {quote(flavor)} of torchtitan's {TRANSFORMERS} replaces entries of the "
-            f"config.json: {', '.join(entries)}"
+            f"config.json: {', '.join(entries)}",
         )
 
 
@@ -202,5 +206,6 @@ def settle_unsupported(layers: Layers) -> None:
         hint = f"remove it, or leave it at {' or '.join(map(quote, key.off))}"
         layers.problems.append(Problem("unsupported", name, message, hint, entry.source.place))
     if without_effect:
-        names = ", ".join(without_effect)
-        layers.notes.append(f"no effect, as their features are off: {names}")
+        layers.note(
+            Weight.REST, f"no effect, as their features are off: {', '.join(without_effect)}"
+        )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
+from titanlite.config.notes import Note, Weight
 from titanlite.config.rules import matches, several
 from titanlite.utils import is_dotted
 
@@ -43,6 +46,17 @@ _SWITCHES: dict[str, tuple[str, Any]] = {
     "debug.deterministic_warn_only": ("debug.deterministic", True),
     "guard.max_skips": ("guard.policy", lambda policy: policy != "stop"),
 }
+#: Section → what its keys are about, where it is not the numbers of the run.
+_WEIGHTS = {
+    "checkpoint": Weight.WORK,
+    "guard": Weight.WORK,
+    "training": Weight.SPEED,
+    "experimental": Weight.SPEED,
+    "activation_checkpoint": Weight.SPEED,
+    "compile": Weight.SPEED,
+    "metrics": Weight.REST,
+    "debug": Weight.REST,
+}
 
 
 def _is_on(config: LoadedConfig, key: str) -> bool:
@@ -50,12 +64,10 @@ def _is_on(config: LoadedConfig, key: str) -> bool:
     return key == switch or (matches(config.value(switch), wanted) and _is_on(config, switch))
 
 
-def idle_keys(config: LoadedConfig) -> tuple[list[str], list[str]]:
-    """Return notes and warnings about written keys of what is off, but for sections written as
-    off.
-    """
+def idle_keys(config: LoadedConfig) -> Iterator[Note]:
+    """Find written keys of what is off, but for sections written as off."""
     float8 = []
-    others = []
+    others: dict[Weight, list[str]] = defaultdict(list)
     for name, key in keys().items():
         changes = config.is_given(name) and config.value(name) != key.default
         if not changes or _is_on(config, name):
@@ -63,17 +75,13 @@ def idle_keys(config: LoadedConfig) -> tuple[list[str], list[str]]:
         if key.section == "float8":
             float8.append(name)
         elif _is_on(config, key.section) or not config.is_given(_SWITCHES[key.section][0]):
-            others.append(name)
-    notes = []
-    warnings = []
-    if any(config.is_given(key) for key in keys() if key.startswith("ladder.")):
-        notes.append("[ladder] is for `titanlite ladder`; a run reads none of it")
+            others[_WEIGHTS.get(key.section, Weight.NUMBERS)].append(name)
     # A run in bf16 looks like one in float8: so this is a warning.
     if float8:
-        warnings.append(
+        text = (
             "float8 is disabled (float8.enable_float8_linear = false); these keys are ignored: "
             f"{', '.join(float8)}"
         )
-    if others:
-        notes.append(f"no effect, as their features are off: {', '.join(others)}")
-    return notes, warnings
+        yield Note(Weight.NUMBERS, text, warns=True)
+    for weight, names in others.items():
+        yield Note(weight, f"no effect, as their features are off: {', '.join(names)}")

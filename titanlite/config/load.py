@@ -33,6 +33,7 @@ from titanlite.config.checks import RULES, broken
 from titanlite.config.errors import Problem, Source, nearest, refuse
 from titanlite.config.keys import OTHERS, fits, keys, sections, table_of
 from titanlite.config.loaded import EXCLUSIVE, LoadedConfig
+from titanlite.config.notes import Note, Weight
 from titanlite.config.raw_values import SWEEP, Entry, command_line_entries, file_entries
 from titanlite.config.sections import Config
 from titanlite.config.toml import loads, quote
@@ -173,7 +174,7 @@ class Layers:
     #: The files that were read, in the order of their layers, with their entries.
     files: list[tuple[Path, list[Entry]]] = field(default_factory=list)
     values: dict[str, _Value] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
     #: Unsupported keys by name.
     unsupported: dict[str, Entry] = field(default_factory=dict)
     #: The table [sweep] of the last file that has one.
@@ -229,6 +230,9 @@ class Layers:
         failure = Problem("unreadable", "job.extends", "", where=place)
         self.read(file, name, (*chain, path.resolve()), failure)
 
+    def note(self, weight: Weight, text: str) -> None:
+        self.notes.append(Note(weight, text))
+
     def resolved(self, entries: Iterable[Entry], origin: Origin = Origin.OWN) -> list[Entry]:
         """Return entries with the values of their environment variables. origin: who wrote them."""
         found = []
@@ -262,7 +266,7 @@ class Layers:
         is_mx = MX in values.get("model.converters", "") or recipe.startswith("mx")
         idle = f"{FLOAT8 if is_mx else MX}."
         if without := [name for name in named if name.startswith(idle)]:
-            self.notes.append(f"no effect, by model.converters: {', '.join(without)}")
+            self.note(Weight.REST, f"no effect, by model.converters: {', '.join(without)}")
         layers: list[tuple[Path | None, list[Entry]]] = [*self.files, (None, flags)]
         for file, entries in layers:
             self._add([one for one in entries if not one.name.startswith(idle)], file)
@@ -276,9 +280,10 @@ class Layers:
             dialect.settle_unsupported(self)
         if self.sweep is not None:
             place = self.sweep.source.place
-            self.notes.append(
+            self.note(
+                Weight.REST,
                 f"{place}: [sweep] is for `titanlite sweep`; this run has the values of the files "
-                "and of the command line"
+                "and of the command line",
             )
         return self._loaded()
 
@@ -358,7 +363,8 @@ class Layers:
             self.problems.append(Problem("unsupported", name, message, where=place))
             return None
         if note := NAMES["notes"].get(key, {}).get(str(entry.value)):
-            self.notes.append(f"{place}: {note}")
+            weight, text = note
+            self.note(Weight[weight], f"{place}: {text}")
         folder = file.parent if file else Path()
         found = _Value(_anchored(key, value, folder), entry.source, entry.value)
         if file and self.origin is not Origin.OWN:
@@ -384,7 +390,7 @@ class Layers:
                 gone = None if key in chosen else self.values.pop(key, None)
                 if gone is not None and gone.value is not None:
                     by = f"{chosen[0]} ({layer[chosen[0]].source})"
-                    self.notes.append(f"{by} replaces {_assignment(key, gone)}")
+                    self.note(Weight.NUMBERS, f"{by} replaces {_assignment(key, gone)}")
 
     def _drop_overrides(self, layer: dict[str, _Value]) -> None:
         """Drop those of the layers below where this one chooses another model."""
@@ -394,7 +400,7 @@ class Layers:
         if others and overrides:
             dropped = ", ".join(_assignment(name, self.values.pop(name)) for name in overrides)
             by = " and ".join(_assignment(key, layer[key]) for key in others)
-            self.notes.append(f"{by} drops the overrides of another model: {dropped}")
+            self.note(Weight.NUMBERS, f"{by} drops the overrides of another model: {dropped}")
 
     def put(self, key: str, value: Any, source: Source) -> None:
         self.values[key] = _Value(value, source)

@@ -10,6 +10,7 @@ from msgspec.structs import replace as replace_fields
 
 from titanlite.config.errors import COMMAND_LINE, DEFAULT, Source
 from titanlite.config.keys import keys, sections, table_of, tables
+from titanlite.config.notes import Note
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.trust import Claim, Origin
@@ -41,7 +42,7 @@ class LoadedConfig:
     #: Files read, in the order of their layers.
     files: tuple[str, ...] = ()
     #: Decisions of the loader: later defaults taken, a choice replaced by a later layer.
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     #: Values with environment variables as they were written, by key, for machines that replace
     #: them themselves.
     deferred: Mapping[str, Any] = field(default_factory=dict)

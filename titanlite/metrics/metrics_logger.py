@@ -63,7 +63,7 @@ class MetricsLogger(Callback):
         self._toml = toml
         self._meter = meter
         self._gc_seconds = gc_seconds
-        self._more = more
+        self.more = more
         #: None: a rank alone.
         self._ranks: StragglerDetector | None = None
         self._jsonl: MetricsLog | None = None
@@ -190,7 +190,7 @@ class MetricsLogger(Callback):
 
     def _log(self, trainer: Trainer, result: StepResult) -> None:
         step = trainer.step
-        parts = [more.sums() for more in self._more]
+        parts = [more.sums() for more in self.more]
         found = self._reduce(result, parts)
         tokens_after = trainer.parts.course.tokens_after
         reading = self._meter.read(tokens_after(trainer.steps) - tokens_after(step))
@@ -217,7 +217,7 @@ class MetricsLogger(Callback):
         for layer, norm in zip(result.layer_norms, found.layer_norms, strict=True):
             row[f"grad_norm/{layer}"] = norm
         sums = found.sums
-        for more, part in zip(self._more, parts, strict=True):
+        for more, part in zip(self.more, parts, strict=True):
             row |= more.figures(trainer, sums[: len(part)])
             sums = sums[len(part) :]
         self.write(step, row)

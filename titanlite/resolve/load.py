@@ -18,6 +18,7 @@ from titanlite.config.checks import MACHINE_RULES, RULES, broken, is_installed, 
 from titanlite.config.errors import ConfigError, Problem, Source, refuse
 from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
+from titanlite.config.notes import Note, Weight
 from titanlite.config.toml import quote_key
 from titanlite.config.trust import admit
 from titanlite.data.dataset_sources import open_choices
@@ -161,7 +162,7 @@ def _shaped(config: LoadedConfig) -> LoadedConfig:
         config,
         sections=sections,
         sources={**sources, **config.sources},
-        notes=(*config.notes, note),
+        notes=(*config.notes, Note(Weight.REST, note)),
     )
 
 

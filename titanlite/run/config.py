@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace as replace_fields
 
+from titanlite.config.notes import Note
 from titanlite.config.sections import Config
 from titanlite.data.step_sizes import Course
 from titanlite.models.args import model_args
@@ -125,12 +126,15 @@ class RunConfig(Config, frozen=True, kw_only=True, dict=True):
     #: Optimizer steps; None: `training.epochs` waits for the length of the text.
     steps: int | None
     schedule: Schedule
-    #: How each derived number came about, one sentence each.
-    notes: tuple[str, ...]
-    #: What a user should know and what stops nothing.
-    warnings: tuple[str, ...]
+    #: How derived numbers came about, and what a user should know, the gravest first.
+    notes: tuple[Note, ...]
     #: The config as written, as one TOML file with the source of each value as a comment.
     toml: str
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The notes that the log of a run has as warnings."""
+        return tuple(note.text for note in self.notes if note.warns)
 
     @cached_property
     def features(self) -> Features:

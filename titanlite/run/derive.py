@@ -15,13 +15,14 @@ from msgspec.structs import replace as replace_fields
 
 from titanlite.config.idle_keys import idle_keys
 from titanlite.config.loaded import LoadedConfig
+from titanlite.config.notes import Note, Weight, by_weight
 from titanlite.config.sections import Config
 from titanlite.config.urls import is_url
 from titanlite.data.step_sizes import Course, StepSize
 from titanlite.run.config import BatchSizes, MeshSizes, PipelineSizes, RunConfig
 from titanlite.run.features import features_of
 from titanlite.run.length import steps_of
-from titanlite.run.schedule_parts import Told, schedule_of
+from titanlite.run.schedule_parts import schedule_of
 from titanlite.utils import counted
 
 S = TypeVar("S", bound=Any)
@@ -33,35 +34,31 @@ def derive(config: LoadedConfig, world_size: int) -> RunConfig:
     In epochs its steps are None and its schedule provisional until `with_length`.
     """
     d = config.sections
-    told = Told(list(config.notes), [])
-    mesh = _mesh(d, world_size, told.notes)
-    batch = _batch(d, mesh, told.notes)
+    notes = [*config.notes, *idle_keys(config)]
+    mesh = _mesh(d, world_size, notes)
+    batch = _batch(d, mesh)
     if mesh.weight_shards == 1 and d.training.prefetch:
-        told.warnings.append(
+        text = (
             f"training.prefetch = {d.training.prefetch} has no effect: every rank holds whole "
             "weights"
         )
+        notes.append(Note(Weight.SPEED, text, warns=True))
     filled = _filled(d)
     sizes = PipelineSizes()
     pipeline = features_of(d).pipeline
     if pipeline is not None:
-        cut = pipeline.cut(filled, mesh, batch)
-        filled = cut.sections
-        sizes = PipelineSizes(cut.stages, cut.microbatches)
-        told.notes += cut.notes
-        told.warnings += cut.warnings
-    course = _course(filled, batch, told.notes)
-    steps = steps_of(filled, course, told.notes)
-    schedule = schedule_of(filled, steps, course, told)
-    notes, warnings = idle_keys(config)
-    told.notes += notes
-    told.warnings += warnings
+        filled, sizes, told = pipeline.cut(filled, mesh)
+        notes += told
+    course = _course(filled, batch, notes)
+    steps = steps_of(filled, course)
+    schedule = schedule_of(filled, steps, course, notes)
     if d.experimental.enable_async_tensor_parallel and d.training.batch_size == 1:
         # torch reshapes gathered tensors, and inductor finds no match.
-        told.warnings.append(
+        text = (
             "experimental.enable_async_tensor_parallel overlaps no all-gather at "
             "training.batch_size = 1: choose 2 or more"
         )
+        notes.append(Note(Weight.SPEED, text, warns=True))
     return RunConfig(
         **{name: getattr(filled, name) for name in Config.__struct_fields__},
         mesh=mesh,
@@ -70,8 +67,7 @@ def derive(config: LoadedConfig, world_size: int) -> RunConfig:
         pipeline=sizes,
         steps=steps,
         schedule=schedule,
-        notes=tuple(told.notes),
-        warnings=tuple(told.warnings),
+        notes=by_weight(notes),
         toml=config.to_toml(),
     )
 
@@ -106,23 +102,17 @@ def parallelism(key: str) -> str:
     return key.rpartition(".")[2].removesuffix("_degree")
 
 
-def _mesh(d: Config, world_size: int, notes: list[str]) -> MeshSizes:
+def _mesh(d: Config, world_size: int, notes: list[Note]) -> MeshSizes:
     # A seed checkpoint holds whole tensors, which any mesh can load.
     if d.checkpoint.create_seed_checkpoint:
-        notes.append(
-            "one process for any degrees of parallelism: it makes a seed checkpoint and ends"
-        )
+        text = "one process for any degrees of parallelism: it makes a seed checkpoint and ends"
+        notes.append(Note(Weight.REST, text))
         return MeshSizes(world_size)
     degrees = degrees_of(d)
-    fixed = {parallelism(key): degree for key, degree in degrees.items() if degree > 1}
+    fixed = math.prod(degree for degree in degrees.values() if degree > 1)
     for key, degree in degrees.items():
         if degree == -1:
-            degrees[key] = max(world_size // math.prod(fixed.values()), 1)
-            divisors = "".join(f" / {name} {other}" for name, other in fixed.items())
-            is_ddp = d.training.data_parallel_type == "ddp"
-            why = ' (data_parallel_type = "ddp")' if is_ddp else ""
-            ranks = f"the ranks left over, {counted(world_size, 'ranks')}{divisors}{why}"
-            notes.append(f"{parallelism(key)} = {degrees[key]}: {ranks}")
+            degrees[key] = max(world_size // fixed, 1)
     replicate, shard, tensor, pipeline, context = degrees.values()
     return MeshSizes(
         world_size=world_size,
@@ -135,30 +125,17 @@ def _mesh(d: Config, world_size: int, notes: list[str]) -> MeshSizes:
     )
 
 
-def _batch(d: Config, mesh: MeshSizes, notes: list[str]) -> BatchSizes:
+def _batch(d: Config, mesh: MeshSizes) -> BatchSizes:
     micro = d.training.batch_size
     wanted = d.training.global_batch_size
-    ranks = mesh.dp_degree
-    at_once = micro * ranks
+    at_once = micro * mesh.dp_degree
     accumulation = 1 if wanted == -1 else max(wanted // at_once, 1)
     total = at_once * accumulation
-    tokens = total * d.training.seq_len
-    share = f"batch_size {micro} * {counted(ranks, 'data-parallel ranks')}"
-    if wanted == -1:
-        notes.append(f"global batch = {counted(total, 'sequences')}: {share}")
-    else:
-        notes.append(
-            f"accumulation = {counted(accumulation, 'micro-batches')}: global_batch_size {wanted} "
-            f"/ ({share})"
-        )
-    notes.append(
-        f"tokens per step = {tokens:,}: {counted(total, 'sequences')} * seq_len "
-        f"{d.training.seq_len}"
-    )
-    return BatchSizes(micro, accumulation, total, d.training.seq_len, tokens)
+    seq_len = d.training.seq_len
+    return BatchSizes(micro, accumulation, total, seq_len, total * seq_len)
 
 
-def _course(d: Config, batch: BatchSizes, notes: list[str]) -> Course:
+def _course(d: Config, batch: BatchSizes, notes: list[Note]) -> Course:
     total = batch.global_batch_size
     if not d.data.phase:
         return Course.steady(StepSize(total, batch.seq_len, total))
@@ -166,10 +143,11 @@ def _course(d: Config, batch: BatchSizes, notes: list[str]) -> Course:
 
     course = Phases(d.data.phase, {}, total, batch.tokens_per_step).course()
     for done, size in course.legs[1:]:
-        notes.append(
+        text = (
             f"from step {done.steps + 1}: {counted(size.sequences, 'sequences')} * seq_len "
             f"{size.seq_len} = {size.tokens:,} tokens per step (data.phase)"
         )
+        notes.append(Note(Weight.REST, text))
     return course
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from titanlite.config.decays import DECAYS
+from titanlite.config.notes import Note, Weight
 from titanlite.config.sections import Config
 from titanlite.optim.schedule import Schedule
 from titanlite.utils import counted
@@ -14,15 +15,7 @@ if TYPE_CHECKING:
     from titanlite.data.step_sizes import Course
 
 
-@dataclass
-class Told:
-    """Notes and warnings of the derivation, for a user."""
-
-    notes: list[str]
-    warnings: list[str]
-
-
-def schedule_of(d: Config, steps: int | None, course: Course, told: Told) -> Schedule:
+def schedule_of(d: Config, steps: int | None, course: Course, notes: list[Note]) -> Schedule:
     """Return the schedule of `steps` steps; None: not known yet."""
     section = d.lr_scheduler
     warmup = d.training.warmup_steps
@@ -41,10 +34,11 @@ def schedule_of(d: Config, steps: int | None, course: Course, told: Told) -> Sch
     if total is None:
         return schedule
     if length not in (None, total):
-        told.notes.append(
+        text = (
             f"the schedule is {total} {section.unit} long (lr_scheduler.total_steps), the run "
             f"{length}"
         )
+        notes.append(Note(Weight.NUMBERS, text))
 
     def part(
         name: str, ratio: float | None, given: float | None, limit: float, is_whole: bool
@@ -52,18 +46,15 @@ def schedule_of(d: Config, steps: int | None, course: Course, told: Told) -> Sch
         """Return a part's length, at most `limit`: `ratio` of the schedule, else `given`."""
         if ratio is not None:
             given = round(ratio * total) if is_whole else ratio * total
-            told.notes.append(
-                f"{name} = {counted(given, section.unit)}: {name}_ratio {ratio} * {total} "
-                f"{section.unit}"
-            )
         if given is None or given <= limit:
             return given
         before = total - limit
         rest = f", {before:.10g} of them warm-up" if before > 0 else ""
-        told.warnings.append(
+        text = (
             f"the {name} of {counted(given, section.unit)} is shortened to {limit:.10g}: the "
             f"schedule has {total} {section.unit}{rest}"
         )
+        notes.append(Note(Weight.NUMBERS, text, warns=True))
         return limit
 
     # The AWS samples take fractions of steps.

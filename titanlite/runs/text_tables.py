@@ -2,19 +2,53 @@
 
 from __future__ import annotations
 
-import os
+import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from titanlite.utils import escape_name
+from titanlite.utils import escape_name, wants_color
+
+#: What `Style.wrap` leaves on one line: quoted strings, lists, and a key with its value.
+_WHOLE = re.compile(r'"[^"\n]*"|\[[^][\n]*\]| = ')
+#: Stands for a space in it.
+_KEPT = "\0"
+
+
+def unbroken(text: str) -> str:
+    """Return a text that `Style.wrap` leaves on one line."""
+    return text.replace(" ", _KEPT)
 
 
 @dataclass(frozen=True)
 class Style:
-    """ANSI styles, or none without a terminal."""
+    """How text is shown: in ANSI styles on a terminal, and in lines of its width."""
 
     color: bool
+    #: Columns; 0: lines stay as they are, as in a pipe or a file.
+    width: int = 0
+
+    def wrap(self, text: str, hanging: int = 4) -> str:
+        """Return a text in lines of the width, each line's rest indented by `hanging` more.
+
+        Words are not broken: a long path or value may be wider.
+        """
+        if not self.width:
+            return text.replace(_KEPT, " ")
+        lines = []
+        for line in _WHOLE.sub(lambda found: unbroken(found[0]), text).split("\n"):
+            words = line.lstrip()
+            indent = line.removesuffix(words)
+            lines += textwrap.wrap(
+                words,
+                self.width,
+                initial_indent=indent,
+                subsequent_indent=indent + " " * hanging,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        return "\n".join(lines).replace(_KEPT, " ")
 
     def _wrap(self, code: str, text: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self.color and text else text
@@ -48,8 +82,7 @@ def render(table: Table, terminal: bool | None = None) -> str:
     terminal: None: whether standard output is one, unless NO_COLOR or TERM=dumb.
     """
     if terminal is None:
-        terminal = sys.stdout.isatty()
-    terminal = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        terminal = wants_color(sys.stdout)
     lines = [[escape_name(text) for text in line] for line in (table.columns, *table.rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from titanlite.config.errors import Problem
 from titanlite.dist import ParallelismError
 from titanlite.features.pipeline import checks
-from titanlite.features.pipeline.derived import Cut, cut_run
+from titanlite.features.pipeline.derived import cut_run
 from titanlite.features.pipeline.stage_layout import StageLayout, split_stages
 from titanlite.parallel import needs_torch, offered
 from titanlite.parallel.schedules import SCHEDULES, find_schedule
@@ -26,6 +26,7 @@ from titanlite.run.features import Feature, Row
 if TYPE_CHECKING:
     from torch import nn
 
+    from titanlite.config.notes import Note
     from titanlite.config.sections import Config
     from titanlite.features.pipeline.runner import Pipeline
     from titanlite.features.pipeline.stages import PipelineModel
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.plan.rank_sizes import RankSizes
     from titanlite.plan.step_sizes import StepSizes
-    from titanlite.run.config import BatchSizes, MeshSizes, RunConfig
+    from titanlite.run.config import MeshSizes, PipelineSizes, RunConfig
 
 
 class PipelineParallel(Feature):
@@ -70,8 +71,8 @@ class PipelineParallel(Feature):
 
     # Before the ranks start
 
-    def cut(self, d: Config, mesh: MeshSizes, batch: BatchSizes) -> Cut:
-        return cut_run(d, self.microbatches, mesh, batch)
+    def cut(self, d: Config, mesh: MeshSizes) -> tuple[Config, PipelineSizes, list[Note]]:
+        return cut_run(d, self.microbatches, mesh)
 
     def problems(self, d: Config, run: RunConfig) -> Iterable[Problem]:
         return checks.rank_problems(d, run)

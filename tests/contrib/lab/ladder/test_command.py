@@ -20,7 +20,6 @@ from tests.support.processes import titanlite
 from tests.support.sweeps import rows, run_copy
 from titanlite import exit_codes
 from titanlite.cli.main import main
-from titanlite.config.load import read
 from titanlite.contrib.lab import members
 from titanlite.contrib.lab.ladder import run as ladder_run
 from titanlite.contrib.lab.ladder.run import predicted
@@ -81,15 +80,6 @@ def test_a_branch_is_the_run_that_was_trained_for_its_horizon_alone(
     assert dict(branch[0])["step"] == 8
     assert branch == whole[-len(branch) :]
     assert "validation_loss" in dict(branch[-1])
-
-
-def test_a_run_reads_none_of_the_table_and_says_so(tmp_path: Path) -> None:
-    from titanlite.run.derive import derive
-
-    config, problems = read([f"--job.config_file={written(tmp_path)}"])
-    assert problems == []
-    notes = [note for note in derive(config, 1).notes if "[ladder]" in note]
-    assert notes == ["[ladder] is for `titanlite ladder`; a run reads none of it"]
 
 
 def test_runs_that_fail_are_named_and_too_few_end_with_an_error(
