@@ -105,7 +105,7 @@ def poison(
     manifest = read_manifest(step)
     prints = dict(manifest.fingerprints)
     if not same_text:
-        del prints["data"]
+        prints.pop("data", None)
     changed = dict(manifest.config)
     for key, value in (config or {}).items():
         changed["toml"] = put(changed["toml"], key, value)

@@ -24,11 +24,6 @@ from titanlite.cli.eval_losses import config_of, read_texts
 from titanlite.config.errors import ConfigError
 from titanlite.validation import ValidationResult
 
-LAYOUTS = {
-    "fsdp": [],
-    "tensor": ["--training.tensor_parallel_degree=2"],
-}
-
 
 def _train(pool: Pools, folder: Path, *flags: str) -> dict[str, Any]:
     """Two steps on two ranks, on a text that is gone afterwards; return the row of the last
@@ -67,57 +62,45 @@ def _equal(result: ValidationResult, row: dict[str, Any]) -> bool:
     return len(found) == 4 and all(row[key] == value for key, value in found.items())
 
 
-@pytest.mark.parametrize("layout", ["fsdp", pytest.param("tensor", marks=pytest.mark.slow)])
 def test_it_equals_the_figures_of_the_run_to_the_last_bit(
-    pool: Pools, trained: tuple[Path, dict[str, Any]], tmp_path: Path, layout: str
+    pool: Pools, trained: tuple[Path, dict[str, Any]]
 ) -> None:
-    folder, row = (
-        trained
-        if layout == "fsdp"
-        else (tmp_path / "run", _train(pool, tmp_path, *LAYOUTS[layout]))
-    )
+    folder, row = trained
     before = _contents(folder)
     assert all(_equal(result, row) for result in pool(2).run(evaluate_run, folder))
     assert _contents(folder) == before
-    on_one = pool(1).run(evaluate_run, folder, *(flag[:-1] + "1" for flag in LAYOUTS[layout][:1]))[
-        0
-    ]
-    if layout == "fsdp":  # one rank reads half as many sequences in so many steps
-        assert on_one.all.tokens == row["validation_tokens"] / 2
-    else:
-        assert on_one.all.loss == pytest.approx(row["validation_loss"], rel=1e-6)
-
-
-def test_the_command_prints_one_json_object(
-    trained: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
-    folder, row = trained
-    words = ["eval", folder / "checkpoint" / "step-2", "--json", "--validation.batch_size=8"]
-    done = titanlite(*words, cwd=tmp_path)
-    found = json.loads(done.stdout)
-    assert done.returncode == 0
-    assert (found["step"], found["ranks"]) == (2, 1)
-    assert found["loss"] == pytest.approx(row["validation_loss"], rel=1e-6), (
-        "twice the batch on half the ranks"
-    )
-    assert found["tokens"] == row["validation_tokens"]
-    assert set(found["sources"]) == {
-        "c4_test",
-        "c4_validation",
-    }
 
 
 @pytest.mark.slow
-def test_ranks_of_torchrun_measure_together_and_one_prints_the_table(
+def test_tensor_parallel_ranks_measure_what_their_run_has_logged(
+    pool: Pools, tmp_path: Path
+) -> None:
+    row = _train(pool, tmp_path, "--training.tensor_parallel_degree=2")
+    assert all(_equal(result, row) for result in pool(2).run(evaluate_run, tmp_path / "run"))
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_measure_together_and_one_prints_a_json_object(
     trained: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
+    folder, row = trained
     words = ["-m", "titanlite.torchrun", "--nproc_per_node=2", "--standalone", "-m", "titanlite"]
-    done = python(*words, "eval", trained[0], cwd=tmp_path)
+    done = python(*words, "eval", folder / "checkpoint" / "step-2", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["step"], found["ranks"]) == (2, 2)
+    assert (found["loss"], found["tokens"]) == (row["validation_loss"], row["validation_tokens"])
+    assert set(found["sources"]) == {"c4_test", "c4_validation"}
+
+
+def test_the_command_prints_a_table(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    done = titanlite("eval", trained[0], "--validation.batch_size=8", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     title, head, *rows = done.stdout.splitlines()
     assert title.endswith("step-2")
     assert head.split() == ["text", "loss", "perplexity", "tokens"]
     assert [line.split()[0] for line in rows] == ["c4_test", "c4_validation", "all"]
+    # Twice the batch on half the ranks.
     assert rows[-1].split()[1] == f"{trained[1]['validation_loss']:.4f}"
 
 

@@ -51,16 +51,8 @@ def test_every_kind_of_request_equals_the_harness_own_backend(
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = hf_folder(tmp_path / "model")
     tasks = _tasks(tmp_path)
-    words = [
-        "eval",
-        str(folder),
-        "--tasks",
-        ",".join(TASKS),
-        "--include-path",
-        str(tasks),
-        "--device=cpu",
-    ]
-    assert main([*words, "--json", "--batch-size=2"]) == 0
+    words = ["--tasks", ",".join(TASKS), "--include-path", str(tasks), "--device=cpu", "--json"]
+    assert main(["eval", str(folder), *words, "--batch-size=2"]) == 0
     ours = json.loads(capsys.readouterr().out)["results"]
     theirs = lm_eval.simple_evaluate(
         HFLM(

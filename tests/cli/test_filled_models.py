@@ -1,7 +1,7 @@
 """Every command that fills a model gives it all that a checkpoint holds, buffers too.
 
-The weights begin as a checkpoint of random numbers. They go through `export` (which `push` calls)
-and adapters. Each result is loaded as by `eval` and `sample`.
+The weights begin as a checkpoint of random numbers. They go through `export`, which `push` calls.
+Each result is loaded as by `eval` and `sample`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ import pytest
 import torch
 
 from tests.support.checkpoints import write_weights
-from tests.support.hf_compare import sizes_of
 from tests.support.llamas import relative
 from titanlite.checkpoint.hf_files import hf_form
 from titanlite.cli.argument_parser import Parser
 from titanlite.cli.hub.export_weights import convert
 from titanlite.cli.loading import add_arguments, load_model
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
-from titanlite.features.lora.peft import save_peft
-from titanlite.features.lora.settings import Adapters
 from titanlite.models import SPECS, get_spec, resolve_args
 from titanlite.models.args import as_record
 
@@ -37,11 +34,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss, biases": ("gpt_oss", BIASED),
     "llama4, biases": ("llama4", BIASED),
     **{name: (name, {}) for name in ("llama3", "mixtral", "olmo3", "gemma3")},
-}
-#: Models of `transformers` whose experts have biases too.
-KINDS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": sizes_of("deepseek_v3"),
-    "qwen3_moe": sizes_of("qwen3_moe"),
 }
 
 
@@ -92,18 +84,13 @@ def theirs(folder: Path) -> torch.Tensor:
     return logits
 
 
-def with_idle_adapters(folder: Path, base: Path, family: str, args: Any) -> Path:
-    """Write adapters that add nothing."""
-    spec = get_spec(family)
-    assert spec.linears is not None
-    sizes = {name: size for name, size in spec.linears(args).items() if "attention" in name}
-    adapters = Adapters(rank=2, alpha=2.0, sizes=sizes)
-    tensors = {name: torch.zeros(shape) for name, shape in adapters.shapes.items()}
-    save_peft(folder, adapters, tensors, (spec, args), str(base))
-    return folder
-
-
-def check(tmp_path: Path, family: str, args: Any) -> None:
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize("case", CASES)
+def test_every_family(tmp_path: Path, case: str) -> None:
+    family, own = CASES[case]
+    fields = SPECS[family].args_class.__dataclass_fields__
+    known = {name: value for name, value in {**SIZES, **own}.items() if name in fields}
+    args = resolve_args(family, "debugmodel", known, tokenizer_size=VOCABULARY, max_seq_len=64)
     expected = written(tmp_path / "first", family, args)
     first = tmp_path / "first" / "step-3"
     paths = [first]
@@ -116,25 +103,5 @@ def check(tmp_path: Path, family: str, args: Any) -> None:
         assert relative(theirs(folder), expected) < 1e-5
         exported(folder, tmp_path / "rounded", "bfloat16")
         paths += [folder, exported(folder, tmp_path / "again")]
-        if family != "hf":
-            paths.append(with_idle_adapters(tmp_path / "peft", folder, family, args))
     for path in paths:
         assert relative(logits_of(path), expected) < 1e-5, path
-
-
-@pytest.mark.slow_after(3)
-@pytest.mark.parametrize("case", CASES)
-def test_every_family(tmp_path: Path, case: str) -> None:
-    family, own = CASES[case]
-    fields = SPECS[family].args_class.__dataclass_fields__
-    known = {name: value for name, value in {**SIZES, **own}.items() if name in fields}
-    args = resolve_args(family, "debugmodel", known, tokenizer_size=VOCABULARY, max_seq_len=64)
-    check(tmp_path, family, args)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_models_of_transformers(tmp_path: Path, kind: str) -> None:
-    content = {**KINDS[kind], "model_type": kind, "vocab_size": VOCABULARY}
-    args = get_spec("hf").args_from_hf(content)
-    check(tmp_path, "hf", args)

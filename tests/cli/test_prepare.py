@@ -8,27 +8,32 @@ import gzip
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.commands import Command
 from tests.support.hub_server import HubServer
 from tests.support.processes import ended, environment, titanlite
 from tests.support.shards import TEXTS, write_c4
-from tests.support.texts import TOKENIZER, contents, rows_of, write_records
-from titanlite.cli import main as cli
+from tests.support.texts import CLONE, TOKENIZER, contents, rows_of, write_files, write_records
+from titanlite.config.errors import ConfigError
+from titanlite.data.dataset_builder import TextReader
 from titanlite.data.prepared_tokens import checksum_of, fingerprint_of
 from titanlite.data.rows import IGNORE
+from titanlite.data.sequences import PackedDataset
 from titanlite.data.text_files import BUNDLED, iter_records, list_files
+from titanlite.data.text_report import file_lines, file_warnings, pass_warnings
 from titanlite.data.token_files import TokenFiles
 from titanlite.data.token_paths import INDEX
 from titanlite.data.tokenize_files import tokenize
+from titanlite.resolve.load import load_config
 from titanlite.runs.lock import RunLock
 
 
@@ -60,8 +65,6 @@ def test_the_tokens_are_those_of_training_on_text(tmp_path: Path, command: Comma
         (str(record.file), record.number) for record in records
     ]
     size = sum(len(record.text) for record in records)
-    assert files.index is not None
-    assert files.index["text_bytes"] == size
     assert f"{size / files.size:.2f} bytes per token" in out
 
 
@@ -71,7 +74,7 @@ def test_a_large_file_is_shared_by_any_number_of_processes(
     tmp_path: Path, command: Command, kind: str
 ) -> None:
     lines = [json.dumps({"text": f"record {n} " + "word " * (n * 7 % 40)}) for n in range(300)]
-    lines[150:150] = ["", ""]  # empty lines count, and are no documents
+    lines[150:150] = ["", ""]  # no documents
     file = tmp_path / f"big.{kind}"
     content = "".join(f"{line}\n" for line in lines)
     if kind == "parquet":
@@ -95,15 +98,6 @@ def test_a_large_file_is_shared_by_any_number_of_processes(
     assert files.offsets.tolist() == corpus.offsets.tolist()
     groups = {part.file.name[:10] for part in files.parts}
     assert len(groups) == 1 if kind == "jsonl.gz" else len(groups) > 10
-    for document, record in enumerate(iter_records([file])):
-        name, number = files.place_of(document)
-        base, _, begin = name.partition(" from byte ")
-        assert base == str(file)
-        if begin:
-            rest = content.encode()[int(begin.removesuffix(" on").replace(",", "")) :]
-            assert json.loads(rest.splitlines()[number - 1])["text"] == record.text
-        else:
-            assert number == record.number
 
 
 def test_an_error_in_a_large_file_names_the_place(tmp_path: Path, command: Command) -> None:
@@ -117,67 +111,21 @@ def test_an_error_in_a_large_file_names_the_place(tmp_path: Path, command: Comma
     assert "a.jsonl from byte 272 on, line 5: the key 'text' must be a string" in printed
 
 
-def test_prepare_asks_for_the_tokenizer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    text = write_records(tmp_path / "text", 1)
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["data", "prepare", str(text), "--out", str(tmp_path / "out")])
-    assert caught.value.code == 2
-    assert "required: --tokenizer" in capfd.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_prompts_are_no_targets_in_split_and_in_masked_best_fit_rows(
-    tmp_path: Path, command: Command
-) -> None:
-    records = [
-        {"q": "why " * (n % 5) + "ask", "a": " say" + " so" * (n * 7 % 11)} for n in range(80)
-    ]
+def test_prompts_are_no_targets(tmp_path: Path, command: Command) -> None:
+    records = [{"q": "why " * (n % 5) + "ask", "a": " say" + " so" * n} for n in range(9)]
     text = tmp_path / "a.jsonl"
     out = tmp_path / "out"
     text.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert (
-        command("prepare", text, "--out", out, "--prompt-key", "q", "--completion-key", "a")[0] == 0
-    )
+    words = ["--prompt-key", "q", "--completion-key", "a"]
+    assert command("prepare", text, "--out", out, *words)[0] == 0
     files = files_of(out)
-    ids = files.read(0, files.size)
-    targets = files.is_target(0, files.size)
+    ids = files.read(0, files.size)[files.is_target(0, files.size)]
     ends = TOKENIZER.decode([TOKENIZER.eos_id])
-    assert TOKENIZER.decode(ids[targets].tolist()) == "".join(
-        record["a"] + ends for record in records
-    )
-    config = ["--training.dataset_path", out, "--training.seq_len", 16, "--training.epochs", 1]
-    code, printed = command("peek", *config, "--no-data.shuffle", "--rows", 9)
+    assert TOKENIZER.decode(ids.tolist()) == "".join(record["a"] + ends for record in records)
+    config = ["--training.dataset_path", out, "--training.seq_len", 16, "--no-data.shuffle"]
+    code, printed = command("peek", *config, "--rows", 2)
     assert code == 0
-    assert "[[why ask]]" in printed.replace("<|begin_of_text|>", "")
-    assert "say" in printed
-
-    def best_fit(path: Path, **fields: Any) -> Any:
-        return rows_of(
-            path,
-            epochs=2,
-            seq_len=48,
-            data={"packing": "best-fit", "mask_documents": True, **fields},
-        )
-
-    prepared = best_fit(out)
-    whole = best_fit(text, prompt_key="q", completion_key="a")
-    assert prepared.settings == whole.settings
-    assert prepared.total_sequences == whole.total_sequences
-    assert "best-fit with" in prepared.describe()
-    for epoch in range(2):
-        found = range(
-            epoch * prepared.sequences_per_epoch, (epoch + 1) * prepared.sequences_per_epoch
-        )
-        rows, expected = (
-            [[c.tolist() for c in one.sequence(i)] for i in found] for one in (prepared, whole)
-        )
-        assert (
-            sorted(rows) == sorted(expected) and rows != expected
-        )  # another order of the same rows
-        labels = [label for _, row, _ in rows for label in row if label != IGNORE]
-        assert sorted(labels) == sorted(ids[targets].tolist())
-        assert sorted(d for i in found for d, _ in prepared.documents_in(i)) == list(range(80))
-    assert max(number for _, _, numbers in rows for number in numbers) > 2
+    assert "[[ask]] say" in printed
 
 
 @pytest.mark.slow
@@ -189,16 +137,8 @@ def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(
     text = tmp_path / "text.jsonl"
     records = itertools.islice(iter_records(BUNDLED["c4_test"]), 800)
     text.write_text("".join(json.dumps({"text": record.text}) + "\n" for record in records))
-    words = [
-        "prepare",
-        str(text),
-        "--part-tokens",
-        "5000",
-        "--workers",
-        "1",
-        "--tokenizer=bundled",
-        "--out",
-    ]
+    words = ["prepare", str(text), "--part-tokens=5000", "--workers=1", "--tokenizer=bundled"]
+    words.append("--out")
     assert command(*words, whole)[0] == 0
     assert len(list(whole.glob("*.tokens"))) > 100
     process = subprocess.Popen(
@@ -227,10 +167,10 @@ def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(
     assert os.stat(kept).st_mtime_ns == written
     assert contents(killed) == contents(whole)
     # A finished folder is checked, and what is damaged is made again.
-    assert "killed is complete already, and its checksums are right" in command(*words, killed)[1]
     damaged.write_bytes(content)
     assert "complete already" not in command(*words, killed)[1]
     assert contents(killed) == contents(whole)
+    assert "killed is complete already, and its checksums are right" in command(*words, killed)[1]
     assert os.stat(kept).st_mtime_ns == written
 
 
@@ -244,19 +184,14 @@ def test_a_changed_file_is_tokenized_again(tmp_path: Path, command: Command) -> 
     assert code == 2
     assert "2.jsonl, line 2" in printed
     assert not (out / "index.json").exists()
-    first = {path.name: path.stat().st_mtime_ns for path in out.glob("part-00000*")}
+    first = {path.name: path.stat().st_mtime_ns for path in out.glob("part-00000*.tokens")}
     assert first
-    (out / ".part-00000-0000.json.1").touch()  # half-written by a process that was killed
     write_records(tmp_path / "again")
     os.replace(tmp_path / "again" / "2.jsonl", text / "2.jsonl")
     assert command(*words)[0] == 0
     assert command(*words[:3], tmp_path / "fresh", *words[4:])[0] == 0
     assert contents(out) == contents(tmp_path / "fresh")
-    assert all(
-        (out / name).stat().st_mtime_ns == time
-        for name, time in first.items()
-        if not name.endswith("json")
-    )
+    assert all((out / name).stat().st_mtime_ns == time for name, time in first.items())
 
 
 @pytest.mark.slow
@@ -264,17 +199,8 @@ def test_a_data_set_of_the_hub_is_continued_after_a_lost_server(tmp_path: Path) 
     pytest.importorskip("datasets")
     write_c4(tmp_path / "hub", shards=3)
     with HubServer(tmp_path / "hub") as hub:
-        words = [
-            "data",
-            "prepare",
-            "c4",
-            "--workers",
-            1,
-            "--part-tokens",
-            500,
-            "--tokenizer=bundled",
-            "--out",
-        ]
+        words = ["data", "prepare", "c4", "--workers=1", "--part-tokens=500"]
+        words += ["--tokenizer=bundled", "--out"]
         env = hub.environment(tmp_path / "home")
         hub.fail("*00001-of*", status=503, times=2)
         hub.fail("*00002-of*", status=404, times=None)
@@ -292,47 +218,28 @@ def test_a_data_set_of_the_hub_is_continued_after_a_lost_server(tmp_path: Path) 
         assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
 
 
-@pytest.mark.slow
-def test_files_behind_a_url(tmp_path: Path, command: Command) -> None:
-    pytest.importorskip("aiohttp")
-    text = write_records(tmp_path / "files")
-    with HubServer(tmp_path) as server:
-        server.fail("*/1.jsonl", cut=300, times=1)
-        code, printed = command(
-            "prepare", f"{server.url}/files/", "--out", tmp_path / "out", "--workers", 1
-        )
-        assert code == 0, printed
-    assert texts_of(tmp_path / "out") == [record.text for record in iter_records(list_files(text))]
-    code, printed = command("prepare", f"{server.url}/files/0.jsonl", "--out", tmp_path / "none")
-    assert code == 2
-    assert "/files/0.jsonl cannot be read" in printed
-
-
-@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
-    ("name", "content", "right"),
+    ("content", "right", "wrong"),
     [
-        ("a.jsonl", '{"body": "hello"}\n', ["--text-key", "body"]),
+        ({"body": "hello"}, "--text-key=body", "--text-key=other"),
         (
-            "a.jsonl",
-            '{"talk": [{"role": "assistant", "content": "a"}]}\n',
-            ["--messages-key", "talk"],
+            {"talk": [{"role": "assistant", "content": "a"}]},
+            "--messages-key=talk",
+            "--messages-key=other",
         ),
     ],
 )
 def test_what_a_failed_call_says_and_leaves_fits_the_right_call(
-    tmp_path: Path, command: Command, name: str, content: str, right: list[str]
+    tmp_path: Path, command: Command, content: dict[str, object], right: str, wrong: str
 ) -> None:
-    (tmp_path / name).write_text(content)
-    words = ["prepare", tmp_path / name, "--out", tmp_path / "out", "--chat-template", "plain"]
-    wrong = ["--messages-key", "other"] if "--messages-key" in right else []
-    code, printed = command(*words, *wrong)
+    (tmp_path / "a.jsonl").write_text(json.dumps(content) + "\n")
+    words = ["prepare", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--chat-template=plain"]
+    code, printed = command(*words, wrong)
     assert code == 2
-    assert right[0] in printed
+    assert right.partition("=")[0] in printed
     assert "data." not in printed
-    code, printed = command(*words, *right)
+    code, printed = command(*words, right)
     assert code == 0, printed
-    assert files_of(tmp_path / "out").documents == 1
 
 
 def test_an_index_that_was_changed_or_names_files_outside_is_refused(
@@ -342,17 +249,11 @@ def test_an_index_that_was_changed_or_names_files_outside_is_refused(
     out = tmp_path / "out"
     assert command("prepare", text, "--out", out)[0] == 0
     index = json.loads((out / INDEX).read_text())
-    for change in ({"tokens": index["tokens"] + 1}, {"options": []}):
-        (out / INDEX).write_text(json.dumps({**index, **change}))
-        code, printed = command("verify", out)
-        assert code == 2
-        assert "index.json is damaged (it does not fit its checksum)" in printed
-    there = sorted(tmp_path.iterdir())
-    for outside in (
-        {"name": "../outside"},
-        {"name": str(tmp_path / "outside")},
-        {"bytes": {"tokens/../../outside": 1}},
-    ):
+    (out / INDEX).write_text(json.dumps({**index, "options": []}))
+    code, printed = command("verify", out)
+    assert code == 2
+    assert "index.json is damaged (it does not fit its checksum)" in printed
+    for outside in ({"name": "../outside"}, {"bytes": {"tokens/../../outside": 1}}):
         changed = {**index, "parts": [{**index["parts"][0], **outside}]}
         changed["fingerprint"] = fingerprint_of(changed)
         changed["checksum"] = checksum_of(changed)
@@ -361,29 +262,11 @@ def test_an_index_that_was_changed_or_names_files_outside_is_refused(
             code, printed = command(*words)
             assert code == 2
             assert "which is no part of this folder" in printed
-    assert sorted(tmp_path.iterdir()) == there
+    assert {path.name for path in tmp_path.iterdir()} == {"text", "out"}
     # Folders of older versions have no checksum.
     del index["checksum"]
     (out / INDEX).write_text(json.dumps(index))
     assert command("verify", out)[0] == 0
-
-
-def test_a_record_of_another_part_is_not_taken_for_a_finished_one(
-    tmp_path: Path, command: Command
-) -> None:
-    text = write_records(tmp_path / "text")
-    words = ["prepare", text, "--workers", "1", "--out"]
-    assert command(*words, tmp_path / "whole")[0] == 0
-    assert command(*words, tmp_path / "out")[0] == 0
-    index = json.loads((tmp_path / "out" / INDEX).read_text())
-    [part] = index["parts"]
-    sources = [[index["files"][file], *rest] for file, *rest in part["sources"]]
-    moved = {**part, "name": "../whole/part-00000-0000", "sources": sources}
-    (tmp_path / "out" / f"{part['name']}.json").write_text(json.dumps(moved))
-    (tmp_path / "out" / "prepare.json").write_text(json.dumps(index))
-    (tmp_path / "out" / INDEX).unlink()
-    assert command(*words, tmp_path / "out")[0] == 0
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 @pytest.mark.slow
@@ -394,28 +277,125 @@ def test_it_writes_into_no_other_folder(tmp_path: Path, command: Command) -> Non
         code, printed = command("prepare", text, "--out", out)
         assert code == 2
         assert f"{out} is being prepared by another process" in printed
-        assert str(os.getpid()) in printed
     assert command("prepare", text, "--out", out)[0] == 0
     before = contents(out)
-    for other in (["--text-key", "body"], ["--part-tokens", "9"]):
-        code, printed = command("prepare", text, "--out", out, *other)
-        assert code == 2
-        assert f"holds tokens of {text} with another options" in printed
-    code, printed = command("prepare", text, "--out", text)
-    assert code == 2
-    assert "text holds other files (0.jsonl, …)" in printed
-    assert contents(out) == before
-    assert len(contents(text)) == 3
-    (tmp_path / "empty.jsonl").touch()
+    new = tmp_path / "new"
     for words, error in (
-        ([tmp_path / "none"], f"SOURCE: {tmp_path / 'none'} does not exist"),
-        ([tmp_path / "empty.jsonl"], "empty.jsonl holds no records"),
-        ([text, "--subset", "en"], "--subset is of data sets of the hub"),
-        (
-            [text, "--split", "test"],
-            f'{text} has no split "test"; no name of a file or folder holds one',
-        ),
+        ([text, "--out", out, "--text-key=body"], f"holds tokens of {text} with another options"),
+        ([text, "--out", text], "text holds other files (0.jsonl, …)"),
+        ([tmp_path / "none", "--out", new], f"SOURCE: {tmp_path / 'none'} does not exist"),
+        ([text, "--subset=en", "--out", new], "--subset is of data sets of the hub"),
     ):
-        code, printed = command("prepare", *words, "--out", tmp_path / "new")
+        code, printed = command("prepare", *words)
         assert code == 2
         assert error in printed
+    assert contents(out) == before
+    assert len(contents(text)) == 3
+
+
+# `titanlite data peek`
+
+
+def test_peek_shows_what_the_model_sees(tmp_path: Path, command: Command) -> None:
+    text = write_records(tmp_path / "text", 1, 3)
+    out = tmp_path / "out"
+    command("prepare", text, "--out", out)
+    rows = rows_of(out, epochs=1)
+    config = ["--training.dataset_path", out, "--training.seq_len", 8, "--training.epochs", 1]
+    code, printed = command("peek", *config, "--rows", 3)
+    assert code == 0
+    for n in range(3):
+        row = rows.sequence(n)
+        about = f"sequence {n}: 8 tokens, {(row.labels != IGNORE).sum()} target"
+        shown = printed.partition(about)[2].partition("\n\nsequence")[0].partition("\n")[2]
+        body = re.sub(r"(?m)^──.*\n|\[\[|\]\]|\n", "", shown)
+        assert body == TOKENIZER.decode(row.tokens.tolist()).replace("\n", "")
+    code, late = command("peek", *config, "--first", 2, "--rows", 1)
+    assert late.endswith(printed[printed.index("sequence 2: ") :])
+    assert "sequence 1: " not in late
+    assert "--first 1000: the text has" in command("peek", *config, "--first", 1000)[1]
+
+
+def test_peek_names_the_record_of_each_document(tmp_path: Path, command: Command) -> None:
+    text = write_records(tmp_path / "text")
+    out = tmp_path / "out"
+    command("prepare", text, "--out", out)
+    common = ["--training.seq_len", 4, "--no-data.shuffle", "--rows", 1, "--first", 4]
+    printed = command("peek", "--training.dataset_path", out, *common)[1]
+    assert f"── document 1 = {text / '0.jsonl'}, record 2 ──\n" in printed
+    source = f"--data.source=[{{name='a', path='{out}'}}, {{name='c4_test'}}]"
+    assert "── document a: 0 = " in command("peek", source, *common, "--rows", 4)[1]
+
+
+def test_peek_begins_with_the_figures_of_the_text(tmp_path: Path, command: Command) -> None:
+    text = write_records(tmp_path / "text")
+    out = tmp_path / "out"
+    command("prepare", text, "--out", out)
+    lengths = np.diff(tokenize(list_files(text), TOKENIZER, 2304).offsets)
+    size = sum(len(record.text) for record in iter_records(list_files(text)))
+    mean = f"60 documents of {lengths.mean():.1f} tokens ({lengths.max()} at most), "
+    words = ["--training.seq_len", 10, "--training.batch_size", 4, "--rows", 0]
+    sequences = -(-int(lengths.sum()) // 10)
+    for path, about in ((out, f"{size / 1024:.1f} KiB of text"), (text, f"{size:,} characters")):
+        lines = command("peek", "--training.dataset_path", path, *words)[1].splitlines()
+        assert f"{mean}{about}" in lines
+        assert (
+            f"{sequences} sequences of 10 tokens per epoch, {sequences / 4:.4g} steps of 4" in lines
+        )
+    mixed = f"--data.source=[{{name='a', path='{text}', weight=3}}, {{name='b', path='{out}'}}]"
+    assert f"a: 75.00% of the tokens, {mean}" in command("peek", mixed, *words)[1]
+    held_out = command("peek", *words, "--validation", "--rows", 1)[1]
+    assert "sequence 0: 10 tokens, 10 targets" in held_out
+
+
+# Folders that leave a choice of text
+
+
+def test_configs_and_commands_refuse_before_any_work(tmp_path: Path, command: Command) -> None:
+    clone = write_files(tmp_path / "clone", *CLONE)
+    keys = [
+        f"--training.dataset_path={clone}",
+        "--validation.enable=true",
+        f"--validation.dataset_path={clone}",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        load_config("debug_model.toml", 1, keys)
+    assert [problem.key for problem in caught.value.problems] == [
+        "training.dataset_path",
+        "validation.dataset_path",
+    ]
+    assert all(problem.code == "unclear-text" for problem in caught.value.problems)
+    chosen = ["--data.split=train", "--validation.split=test"]
+    run = load_config("debug_model.toml", 1, [*keys, *chosen])
+    held_out = TextReader(run.data, TOKENIZER, 2304).held_out(run.validation, 8)[""]
+    assert isinstance(held_out, PackedDataset)
+    assert held_out.listing is not None
+    assert [Path(name).name for name in held_out.listing.files] == [Path(CLONE[-1]).name]
+    source = f"--data.source=[{{path='{clone}'}}]"
+    with pytest.raises(ConfigError, match=r"data\.source\[0\]\.path"):
+        load_config("debug_model.toml", 1, [source])
+    prepare = ["prepare", clone, "--out", tmp_path / "out"]
+    for words in (["peek", keys[0]], prepare):
+        code, printed = command(*words)
+        assert code == 2
+        assert "of several splits" in printed
+        assert "2 files of parquet, split train" in printed
+    code, printed = command(*prepare, "--split=train", "--workers=1")
+    assert code == 0
+    assert "2 files of parquet" in printed
+    assert "LICENSE.txt, README.md (documentation)" in printed
+    assert "2 documents" in printed
+
+
+def test_the_start_report_names_files_and_warns(tmp_path: Path) -> None:
+    clone = write_files(tmp_path / "clone", *CLONE)
+    keys = [f"--training.dataset_path={clone}/data/*.parquet", "--training.seq_len=8"]
+    run = load_config("debug_model.toml", 1, keys)
+    train = TextReader(run.data, TOKENIZER, 2304).train(run.training)
+    assert next(iter(file_lines(train))).startswith("3 files of parquet (")
+    warnings = [*file_warnings(train, "mine"), *pass_warnings(train, "mine", 1000)]
+    assert warnings[0].startswith("mine: the pattern finds files of several splits")
+    assert "test (1 file)" in warnings[0]
+    assert warnings[1].startswith("mine: the run reads this text ")
+    assert len(warnings) == 2
+    assert list(pass_warnings(train, "mine", 8 * train.sequences_per_epoch)) == []

@@ -24,8 +24,8 @@ from tests.support.processes import environment
 from titanlite import exit_codes, generate
 from titanlite.cli.hub.export_weights import open_source
 from titanlite.cli.main import main
+from titanlite.data import DataError
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, load_tokenizer
-from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS
 from titanlite.models import get_spec
 from titanlite.models.args import as_record
 
@@ -62,11 +62,8 @@ def test_a_hugging_face_folder_continues_as_transformers_does(hf: Path, sample: 
         assert one["text"] == tokenizer.decode(one["ids"])
         assert one["finish"] == "length"
     out, err = sample(hf, *prompts, "--temperature=0", "--max-tokens=64")
-    assert out == "\n".join(
-        f"{prompt}{one['text']}\n" for prompt, one in zip(prompts, found["samples"], strict=True)
-    )
+    assert out == "\n".join(one["prompt"] + one["text"] + "\n" for one in found["samples"])
     assert "128 tokens, " in err
-    assert "tokens/s" in err
 
 
 def test_chat_renders_the_template_and_ends_with_the_turn(
@@ -85,18 +82,12 @@ def test_chat_renders_the_template_and_ends_with_the_turn(
     (one,) = sample(dated, "Hello", "--chat", "--json", "--max-tokens=1")["samples"]
     today = load_tokenizer(str(hf)).encode(str(date.today()))
     assert one["prompt_tokens"] == len(today)
-    # A model that says <|eot_id|> at once: its logits are those of the last weights, so bend them.
-    folder = hf_folder(tmp_path / "ends")
-    model = LlamaForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
-        words = ["--temperature=0", "--json", "--max-tokens=3"]
-        greedy = sample(folder, "Hello", *words)["samples"][0]["ids"]
-        assert len(greedy) == 3
-    eot = SPECIAL_TOKENS.index("<|eot_id|>") + 2048
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [greedy[0], eot]}))
-    (one,) = sample(folder, "Hello", "--temperature=0", "--json")["samples"]
-    assert (one["ids"], one["text"], one["finish"]) == (greedy[:1], "", "stop")
+    # Its first token ends a turn.
+    (one,) = sample(dated, "Hello", "--temperature=0", "--json", "--max-tokens=3")["samples"]
+    first = one["ids"][0]
+    (dated / "generation_config.json").write_text(json.dumps({"eos_token_id": [first]}))
+    (one,) = sample(dated, "Hello", "--temperature=0", "--json")["samples"]
+    assert (one["ids"], one["text"], one["finish"]) == ([first], "", "stop")
 
 
 def _their_dialogue(hf: Path, lines: list[str], max_tokens: int, limit: int) -> list[str]:
@@ -139,7 +130,7 @@ def test_a_dialogue_keeps_what_was_said_and_drops_the_oldest_turns(
     assert err.count("error: this message has ") == 1
     assert "the model's context is 96: shorten it" in err
     assert "the context no longer holds the oldest 1 turn" in err
-    assert err.count("the answer was cut at --max-tokens 8") == 3
+    assert err.count("the answer was cut: --max-tokens 8") == 3
 
 
 @pytest.mark.slow
@@ -178,9 +169,8 @@ def test_python_gets_the_text_of_the_command(hf: Path, sample: Any) -> None:
     for more in ({}, {"chat": True}):
         (one,) = sample(hf, "Once upon", "--json", *words, *["--chat" for _ in more])["samples"]
         assert generate(hf, "Once upon", device="cpu", **options, **more) == one["text"]  # type: ignore[arg-type]
-    for bad in ({"max_tokens": 0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_k": -1}):
-        with pytest.raises(ValueError, match="expected max_tokens >= 1, temperature >= 0"):
-            generate(hf, "x", **bad)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="expected max-tokens >= 1, temperature >= 0"):
+        generate(hf, "x", temperature=float("nan"))
 
 
 @pytest.mark.slow
@@ -200,8 +190,6 @@ def test_prompts_of_a_run_are_drawn_by_the_seed(
     place = str(golden.folder / "checkpoint")
     text = generate(place, "0 and", max_tokens=7, top_k=40, top_p=0.9, device="cpu")
     assert text == found["samples"][0]["text"]
-    longer = sample(golden.folder, "One", "--context=100", "--json", "--max-tokens=90")["samples"]
-    assert longer[0]["prompt_tokens"] + len(longer[0]["ids"]) > 64 or longer[0]["finish"] == "stop"
     said = sample(golden.folder, "One", "--dtype=bfloat16", "--max-tokens=2")[1]
     assert said.count("bfloat16 on cpu") == 1
 
@@ -235,24 +223,9 @@ def test_what_cannot_be_sampled_is_refused(
             "another tokenizer",
         ),
         ([golden.folder, "x", long], exit_codes.CONFIG, "prompt 2 has"),
-        (
-            [golden.folder, "--chat"],
-            exit_codes.CONFIG,
-            "data.chat_template: the tokenizer brings no",
-        ),
+        ([golden.folder, "--chat"], exit_codes.CONFIG, "data.chat_template: the tokenizer"),
         ([golden.folder, "x", "--training.steps=3"], exit_codes.CONFIG, "takes no --section.key"),
     ):
         assert message in sample(*words, code=code)[1]
-    (hf.parent / "bare").mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (hf.parent / "bare" / name).symlink_to(hf / name)
-    assert "holds no tokenizer.json" in sample(hf.parent / "bare", "x", code=exit_codes.CONFIG)[1]
-    for option in (
-        "--top-p=0",
-        "--top-p=1.5",
-        "--temperature=-1",
-        "--max-tokens=0",
-        "--temperature=nan",
-    ):
-        with pytest.raises(SystemExit):
-            sample(hf, "x", option)
+    for option in ("--top-p=1.5", "--temperature=-1", "--max-tokens=0", "--temperature=nan"):
+        assert "error: expected max-tokens >= 1, " in sample(hf, "x", option, code=2)[1]

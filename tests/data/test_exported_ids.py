@@ -85,18 +85,10 @@ def mistral_3(folder: Path) -> Path:
 
 def qwen(folder: Path) -> Path:
     """Byte-level BPE after NFC, and no BOS by its config: titanlite takes <|endoftext|>."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.normalizer = tokenizers.normalizers.NFC()
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=600, initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator(documents(), trainer)
-    made.add_special_tokens(special)
+    parsed = json.loads(bundled_as_json().to_str())
+    parsed |= {"normalizer": {"type": "NFC"}, "added_tokens": [], "post_processor": None}
+    made = tokenizers.Tokenizer.from_str(json.dumps(parsed))
+    made.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     made.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "Qwen2Tokenizer",
@@ -122,12 +114,6 @@ def llama_3_json(folder: Path) -> Path:
     return folder / "tokenizer.json"
 
 
-def llama_3_converted(folder: Path) -> Path:
-    """As `transformers` converts it, without a word on BOS and EOS."""
-    bundled_as_json().save(str(folder / "tokenizer.json"))
-    return folder / "tokenizer.json"
-
-
 def _copy(source: Path, target: Path) -> Path:
     target.write_bytes(source.read_bytes())
     return target
@@ -139,7 +125,6 @@ KINDS: dict[Callable[[Path], Path], tuple[tuple[str, ...], str]] = {
     llama_2: (("llama", "mixtral"), "<s>"),
     llama_3: (FAMILIES, "<|begin_of_text|>"),
     llama_3_json: (("llama", "qwen3"), "<|begin_of_text|>"),
-    llama_3_converted: (("llama", "qwen3"), "<|begin_of_text|>"),
     mistral_3: (("mistral",), "<s>"),
     qwen: (("qwen3", "llama"), "<|endoftext|>"),
 }
@@ -185,12 +170,7 @@ def test_auto_tokenizer_reads_the_ids_of_the_run(
         assert theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True) == text
         if kind is mistral_3:
             assert theirs.chat_template == "{{ 1 }}"
-            number = sentencepiece.SentencePieceProcessor(model_file=str(file)).piece_to_id(
-                "[INST]"
-            )
-            assert theirs("[INST]", add_special_tokens=False)["input_ids"] == [number], (
-                "chat templates need it"
-            )
+            assert len(theirs("[INST]", add_special_tokens=False)["input_ids"]) == 1
 
 
 def test_files_that_give_the_ids_are_copied_as_they_are(tmp_path: Path) -> None:
@@ -209,11 +189,8 @@ def test_the_check_of_an_export_names_the_text_whose_ids_differ(
     file = llama_2(tmp_path)
     folder = tmp_path / "export"
     folder.mkdir()
-    for name, content in hf_files(str(file)).items():
-        (folder / name).write_bytes(content)
-    made = json.loads((folder / "tokenizer.json").read_bytes())
-    made["post_processor"] = None
-    (folder / "tokenizer.json").write_text(json.dumps(made))
+    made = json.loads(hf_files(str(file))["tokenizer.json"])
+    (folder / "tokenizer.json").write_text(json.dumps({**made, "post_processor": None}))
     with pytest.raises(
         CheckpointError, match=r"differ, and nothing is published:\n  '': \[\] there, \[1\] here"
     ):
@@ -221,24 +198,9 @@ def test_the_check_of_an_export_names_the_text_whose_ids_differ(
     assert "not compared" in compare_ids(str(tmp_path / "gone.model"), folder)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "transformers is not installed" in compare_ids(str(file), folder)
-
-
-def test_without_transformers_the_files_are_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    found = hf_files(str(llama_2(tmp_path)))
+    found = hf_files(str(file))
     assert found["tokenizer.model"] == BUNDLED_SENTENCEPIECE.read_bytes()
     assert "tokenizer.json" not in found
-
-
-def test_a_class_that_transformers_forces_on_a_kind_of_model_is_told(tmp_path: Path) -> None:
-    """It takes its own for each Qwen2, which composes accents: Llama 3's tokenizer does not."""
-    for name, content in hf_files(str(BUNDLED_TOKENIZER)).items():
-        (tmp_path / name).write_bytes(content)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    line = compare_ids(str(BUNDLED_TOKENIZER), tmp_path)
-    assert "1 differ, as transformers takes Qwen2Tokenizer for every such model:\n  'caf" in line
 
 
 @pytest.mark.parametrize(
@@ -279,5 +241,4 @@ def test_texts_end_where_turns_end(
     given = transformers.GenerationConfig.from_pretrained(tmp_path)
     ends = [ours.eos_id, ours.special_tokens["<|eot_id|>"], ours.special_tokens[name]]
     assert given.eos_token_id == [*([1] if beside else []), *ends]
-    assert given.top_p in (None, 1.0, 0.9)
     assert (given.top_p == 0.9) == bool(beside)

@@ -5,6 +5,7 @@ its name.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -42,26 +43,17 @@ def _loader(names: list[str], kind: str) -> TrainLoader:
     return TrainLoader(_rows(names, kind), 8, 8, skip=[(8, 16)])
 
 
-def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    yield path
-    entries = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
-    for key, entry in entries:
-        yield from _paths(entry, (*path, key))
-
-
-def _changed(state: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
-    changed = copy.deepcopy(state)
-    place: Any = changed
-    for key in path[:-1]:
-        place = place[key]
-    place[path[-1]] = value
-    return changed
+def _variants(value: Any, hostile: Any) -> Iterator[Any]:
+    """Yield a value with each of its parts replaced, and all of it."""
+    yield hostile
+    keys: Any = value if isinstance(value, dict) else ()
+    if isinstance(value, list):
+        keys = range(len(value))
+    for key in keys:
+        for other in _variants(value[key], hostile):
+            changed = copy.copy(value)
+            changed[key] = other
+            yield changed
 
 
 def _state(names: list[str], kind: str) -> dict[str, Any]:
@@ -81,11 +73,11 @@ def test_every_value_of_a_state_is_used_or_refused_by_its_name(names: list[str],
     state = _state(names, kind)
     refused = 0
     assert state["left_out"] == [[8, 16]]
-    for path in _paths(state):
-        for value in HOSTILE if path else ():
+    for hostile in HOSTILE:
+        for variant in itertools.islice(_variants(state, hostile), 1, None):
             loader = _loader(names, kind)
             try:
-                loader.load_state_dict(_changed(state, path, value))
+                loader.load_state_dict(variant)
                 if loader.steps_left != 0:
                     loader.next_step()
             except DataError as error:
@@ -94,45 +86,12 @@ def test_every_value_of_a_state_is_used_or_refused_by_its_name(names: list[str],
     assert refused > (20 if kind == "text" else 200)
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "words"),
-    [
-        (
-            ("left_out", 0),
-            [16, 8],
-            r"left_out\[0\] = \[16, 8\] is no range of sequences before next_sequence = 40",
-        ),
-        (("rows", "cursors", 0, 3), -7, r"Expected `int` >= 0 - at `\$.cursors\[0\]\[3\]`"),
-        (("rows", "cursors", 0, 3), 2, r"cursors\[0\] = .* is no place in 4 lanes of \d files"),
-        (("rows", "cursors", 1, 0), 0, r"cursors\[1\], lane = 0 is there twice"),
-        (("rows", "revision"), "main/../../other", r"matching regex .* - at `\$.revision`"),
-    ],
-)
-def test_the_refusal_names_entry_and_value(
-    names: list[str], path: tuple[Any, ...], value: Any, words: str
-) -> None:
-    with pytest.raises(StateError, match=words):
-        _loader(names, "stream").load_state_dict(_changed(_state(names, "stream"), path, value))
-
-
-def test_a_place_behind_the_end_of_its_file_is_refused_and_one_within_goes_on_behind_it(
-    names: list[str],
-) -> None:
+def test_the_refusal_names_entry_and_value(names: list[str]) -> None:
     state = _state(names, "stream")
-    loader = _loader(names, "stream")
-    loader.load_state_dict(_changed(state, ("rows", "cursors", 0, 4), 5000))
-    with pytest.raises(
-        StateError,
-        match=r"lane 0 .*part-0\d.jsonl.gz has no record 5001 for it.*exclude_from_loading",
-    ):
-        loader.next_step()
-    for place in (5, 6):
-        loader = _loader(names, "stream")
-        loader.load_state_dict(_changed(state, ("rows", "cursors", 0, place), 5000))
-        assert loader.next_step()[0].tokens.shape == (8, SEQ)
-
-
-def test_an_order_by_whole_urls_is_no_other_order(names: list[str]) -> None:
-    state = _changed(_state(names, "mixture"), ("rows", "seeds"), {"stream": 5})
-    with pytest.raises(StateError, match=r"seeds = \['stream'\] is an order of sources"):
-        _loader(names, "mixture").load_state_dict(state)
+    state["left_out"] = [[16, 8]]
+    with pytest.raises(StateError, match=r"left_out\[0\] = \[16, 8\] is no range of sequences"):
+        _loader(names, "stream").load_state_dict(state)
+    state = _state(names, "stream")
+    state["rows"]["cursors"][1][0] = 0
+    with pytest.raises(StateError, match=r"cursors\[1\], lane = 0 is there twice"):
+        _loader(names, "stream").load_state_dict(state)

@@ -29,16 +29,13 @@ def phases_of(*phases: DataPhase, size: int = 4, skip: tuple[Range, ...] = ()) -
     return Phases(phases, {}, size, size * SEQ_LEN, skip)
 
 
-def walk(phases: Phases, steps: int, done: Progress = FRESH, held: int = 0) -> list[Progress]:
-    """Return the progress after each step, one after the other. held: sequences of a step before
-    the first one; 0: those before any phase.
-    """
-    size = held or phases.global_batch
+def walk(phases: Phases, steps: int) -> list[Progress]:
+    """Return the progress after each step, one after the other."""
+    size = phases.global_batch
     waiting = list(phases.phases)
-    found = [done]
-    while found[-1].steps < steps:
+    found = [FRESH]
+    for step in range(1, steps + 1):
         here = found[-1]
-        step = here.steps + 1
         for phase in list(waiting):
             begins = phase.step == step
             if phase.tokens is not None:
@@ -117,12 +114,6 @@ def test_steps_of_the_data_order_follow_the_ramp_both_ways() -> None:
     assert steps_text(4, 8, course) == "2"
     assert steps_text(8, 24, course) == "3-4"
     assert steps_text(7, 9, course) == "2-3"
-
-
-def test_the_sequences_of_a_step_are_those_between_two_states() -> None:
-    after = {"next_sequence": 20, "left_out": [[6, 9], [12, 15]]}
-    fetched = Fetched([], {"next_sequence": 8}, after)
-    assert fetched.sequences == [9, 10, 11, 15, 16, 17, 18, 19]
 
 
 class Served(Numbers):
@@ -220,22 +211,15 @@ def test_steps_left_count_the_ramp() -> None:
 def test_shorter_sequences_are_the_pieces_of_rows_in_order(ranks: int) -> None:
     phases = Phases([DataPhase(step=3, seq_len=2, global_batch_size=4)], {}, 8, 8)
     assert phases.row_len == 2
-    shapes = []
-    numbers: list[list[int]] = []
-    for rank in range(ranks):
-        loader = TrainLoader(Served(), 8, 2, rank, ranks)
+    loaders = [TrainLoader(Served(), 8, 2, rank, ranks) for rank in range(ranks)]
+    for loader in loaders:
         loader.follow(phases.course())
-        for step in range(4):
-            batches = loader.next_step()
-            shapes.append((step, [tuple(batch.tokens.shape) for batch in batches]))
-            found = torch.cat([batch.tokens.flatten() for batch in batches]).tolist()
-            numbers.append([step, *found])
-    for step, shape in shapes:
-        wanted = [(2, 1)] * (4 // ranks) if step < 2 else [(2, 2)] * (2 // ranks)
-        assert shape == wanted
     for step in range(4):
-        served = sorted(n for one in numbers if one[0] == step for n in one[1:])
+        batches = [loader.next_step() for loader in loaders]
+        wanted = [(2, 1)] * (4 // ranks) if step < 2 else [(2, 2)] * (2 // ranks)
+        assert all([tuple(one.tokens.shape) for one in batch] == wanted for batch in batches)
+        served = torch.cat([one.tokens.flatten() for batch in batches for one in batch])
         # Each row holds its number twice.
-        assert served == sorted(2 * list(range(4 * step, 4 * step + 4)))
+        assert sorted(served.tolist()) == sorted(2 * list(range(4 * step, 4 * step + 4)))
     with pytest.raises(DataError, match="a step of 8 tokens is not a multiple of 2 tokens x 8"):
         TrainLoader(Served(), 8, 1, 0, 8).follow(phases.course())

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import struct
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,14 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from titanlite.config.data_sections import Data
-from titanlite.config.sections import Training
 from titanlite.data import DataError
-from titanlite.data.dataset_builder import build_dataset
 from titanlite.data.formats import iter_rows
 from titanlite.data.records import Columns
 from titanlite.data.text_files import find_text, iter_records
-from titanlite.data.tokenizer import load_tokenizer
 
 
 def record(text: object) -> str:
@@ -33,7 +28,7 @@ def record(text: object) -> str:
 
 def write(path: Path, *texts: str, raw: str = "") -> Path:
     """Write records of these texts, and a line without a record at the end."""
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     content = ("\n".join([*map(record, texts), raw])).encode("utf-8", "surrogateescape")
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return path
@@ -64,19 +59,13 @@ def test_a_folder_is_read_in_order_of_names(tmp_path: Path) -> None:
 
 
 def test_names_lead_to_the_bundled_text_unless_a_path_is_given(tmp_path: Path) -> None:
-    def found(name: str, path: str | None) -> list[Path]:
-        return [*map(Path, find_text(name, path, "validation.dataset_path").files)]
-
-    assert [file.parent.name for file in found("c4_test", None)] == ["train"] * 4
-    assert [file.parent.name for file in found("c4_validation", None)] == ["validation"]
+    key = "validation.dataset_path"
+    files = map(Path, find_text("c4_test", None, key).files)
+    assert [file.parent.name for file in files] == ["train"] * 4
     file = write(tmp_path / "mine.jsonl", "a")
-    for name in ("c4_test", "c4_validation", "c4"):
-        assert found(name, str(tmp_path)) == [file]
-    for name in ("c4", "c4_tset"):
-        with pytest.raises(
-            DataError, match=f'"{name}" is not bundled; set validation.dataset_path'
-        ):
-            found(name, None)
+    assert find_text("c4_test", str(tmp_path), key).files == (str(file),)
+    with pytest.raises(DataError, match=f'"c4_tset" is not bundled; set {key}'):
+        find_text("c4_tset", None, key)
 
 
 def test_missing_path_empty_folder_and_foreign_file(tmp_path: Path) -> None:
@@ -84,8 +73,6 @@ def test_missing_path_empty_folder_and_foreign_file(tmp_path: Path) -> None:
     assert "holds no text; expected names in .json, .jsonl, " in refused(tmp_path)
     (tmp_path / "text.tar").write_bytes(b"a.txt" + bytes(100))
     assert "is a file of another kind" in refused(tmp_path / "text.tar")
-    with pytest.raises(DataError, match="allenai/c4 does not exist .*looked from"):
-        find_text("c4", "allenai/c4", "training.dataset_path")
 
 
 def test_patterns_subfolders_and_splits(tmp_path: Path) -> None:
@@ -93,8 +80,6 @@ def test_patterns_subfolders_and_splits(tmp_path: Path) -> None:
         write(tmp_path / name, name)
     assert texts(tmp_path) == ["a/3.jsonl", "b/1.jsonl", "b/2.jsonl"]
     assert texts(tmp_path / "*" / "[12]*") == ["b/1.jsonl", "b/2.jsonl"]
-    write(tmp_path / "._direct.jsonl", "hidden")
-    assert texts(tmp_path) == ["a/3.jsonl", "b/1.jsonl", "b/2.jsonl"]
     (tmp_path / "b").rename(tmp_path / "test")
     said = refused(tmp_path)
     assert "2 files of JSON lines, split test, in subfolders: test/1.jsonl, test/2.jsonl" in said
@@ -103,12 +88,10 @@ def test_patterns_subfolders_and_splits(tmp_path: Path) -> None:
 
 def test_a_file_is_read_once_also_behind_links_and_by_two_stars(tmp_path: Path) -> None:
     for name in ("text/a/1.jsonl", "text/a/b/a/2.jsonl", "elsewhere/3.jsonl"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         write(tmp_path / name, Path(name).name)
     (tmp_path / "text/link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "text/a/above").symlink_to(tmp_path / "text")
     (tmp_path / "text/0").symlink_to(tmp_path / "text/a")
-    (tmp_path / "elsewhere/back").symlink_to(tmp_path / "text/a/b")
     assert texts(tmp_path / "text") == ["1.jsonl", "2.jsonl", "3.jsonl"]
     for link in ("text/a/above", "text/0", "text/link"):
         (tmp_path / link).unlink()
@@ -126,10 +109,9 @@ def make(path: Path, table: pa.Table) -> Path:
     else:
         content = "".join(json.dumps(row) + "\n" for row in table.to_pylist()).encode()
         pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)
+        # Several members and frames are one stream.
         half = len(content) // 2
-        path.write_bytes(
-            pack(content[:half]) + pack(content[half:])
-        )  # several members and frames are one stream
+        path.write_bytes(pack(content[:half]) + pack(content[half:]))
     return path
 
 
@@ -140,14 +122,12 @@ NAMES = ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "stream.arrow", "f
 def test_each_kind_has_the_same_rows_from_any_start_under_any_name(
     tmp_path: Path, name: str
 ) -> None:
-    texts = [f"text {i} é" for i in range(250)]
-    table = pa.table(
-        {"id": list(range(250)), "body": texts, "ask": [f"ask {i}" for i in range(250)]}
-    )
-    path = make(tmp_path / name, table)
+    asked = [str(i) for i in range(250)]
+    texts = [f"text {i} é" for i in asked]
+    path = make(tmp_path / name, pa.table({"id": range(250), "body": texts, "ask": asked}))
     path.rename(path := tmp_path / "unnamed")
     columns = Columns("body", "ask")
-    expected = [(path, i + 1, text, f"ask {i}") for i, text in enumerate(texts)]
+    expected = [(path, int(i) + 1, text, i) for i, text in zip(asked, texts, strict=True)]
     assert list(iter_records([path], columns)) == expected
     for start in (1, 99, 100, 230, 250):
         with open(path, "rb") as file:
@@ -173,12 +153,9 @@ def test_a_truncated_or_damaged_file_is_refused_after_its_whole_rows(
 
 
 def test_an_arrow_stream_without_its_end_is_refused(tmp_path: Path) -> None:
-    rows = {"text": [str(n) for n in range(200)]}
-    path = make(tmp_path / "a.arrow", pa.table(rows))
-    content = path.read_bytes()
-    for lost in (8, 4, 400):
-        path.write_bytes(content[:-lost])
-        assert re.search("damaged after row|truncated", refused(path))
+    path = make(tmp_path / "a.arrow", pa.table({"text": [str(n) for n in range(200)]}))
+    path.write_bytes(path.read_bytes()[:-8])
+    assert re.search("damaged after row|truncated", refused(path))
 
 
 def test_zstd_frames_to_skip_are_skipped(tmp_path: Path) -> None:
@@ -186,23 +163,10 @@ def test_zstd_frames_to_skip_are_skipped(tmp_path: Path) -> None:
     # pzstd writes the size of the next frame into one.
     skip = struct.pack("<III", 0x184D2A5F, 4, 99)
     a, b = (zstandard.compress(record(one).encode() + b"\n") for one in "ab")
-    for content in (skip + a + skip + b, skip + skip + a + b + skip):
-        path.write_bytes(content)
-        assert texts(path) == ["a", "b"]
+    path.write_bytes(skip + skip + a + skip + b + skip)
+    assert texts(path) == ["a", "b"]
     path.write_bytes(skip + a + skip[:-2])
     assert "truncated after line 1" in refused(path)
-
-
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-def test_columns_and_fields_of_one_name_are_refused(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    for title, columns in (("other", Columns()), ("text", Columns()), ("b", Columns("text", "b"))):
-        make(path, pa.table([["x"], ["y"], ["z"]], names=["text", "b", title]))
-        if title == "other":
-            assert texts(path) == ["x"]
-            continue
-        with pytest.raises(DataError, match=f"a.* names two columns '{title}'"):
-            list(iter_records([path], columns))
 
 
 @pytest.mark.parametrize(
@@ -251,17 +215,6 @@ def test_files_that_are_no_text_are_refused(
     assert message in refused(tmp_path / name)
 
 
-@pytest.mark.parametrize(
-    ("name", "package"), [("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")]
-)
-def test_a_missing_package_is_named_with_its_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str
-) -> None:
-    path = make(tmp_path / name, pa.table({"text": ["a"]}))
-    monkeypatch.setitem(sys.modules, package, None)
-    assert f"needs the package {package}: pip install {package}" in refused(path)
-
-
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf{one}\r\n\ntwo\n")
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"three"))
@@ -286,14 +239,3 @@ def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, line: str, messa
         found = refused(write(tmp_path / name, "a", "b", raw=line))
         assert "line 3: " in found
         assert message in found
-
-
-def test_ids_over_the_models_vocabulary_name_file_line_and_id(tmp_path: Path) -> None:
-    path = write(tmp_path / "c4.jsonl", "a")
-    tokenizer = load_tokenizer()
-    training = Training(dataset_path=str(path), seq_len=8)
-    with pytest.raises(
-        DataError, match=f"{path}, line 1: token id 2049 is outside the model's vocabulary of 2049"
-    ):
-        build_dataset(training, Data(), tokenizer, vocab_size=2049)
-    build_dataset(training, Data(), tokenizer, vocab_size=2050)

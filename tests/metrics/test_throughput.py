@@ -1,25 +1,30 @@
-"""Rates, peaks of devices and memory."""
+"""Rates, peaks of devices, memory, and the rank that the others wait for."""
 
 from __future__ import annotations
 
 import mmap
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support.pool import Pools
 from tests.support.stand_ins import burn
+from tests.support.whole_runs import make_trainer
 from titanlite.data.step_sizes import StepSize
+from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics import throughput
+from titanlite.metrics.stragglers import LOGS_IN_A_ROW, StragglerDetector
 from titanlite.metrics.throughput import (
     Throughput,
     device_name,
     read_memory,
-    reset_peak,
     total_memory_bytes,
 )
 from titanlite.plan.hardware import peak_flops
+from titanlite.runs.lines import read_metrics
 
 CPU = torch.device("cpu")
 #: TFLOPS; 0: unknown.
@@ -89,21 +94,11 @@ def test_rates_count_data_waits_and_leave_pauses_and_the_first_step_out(clock: C
     rate.enter("pause")
     clock.now += 30
     found = rate.read(95 * SIZE.tokens)
-    assert found.figures == pytest.approx(
-        {
-            "tps": 2048,
-            "tflops": 2048 * 0.058,
-            "mfu": 100 * 2048 * 58e9 / 989e12,
-            "seconds_per_step": 2.0,
-            "data_seconds": 0.5,
-            "data_percent": 25,
-        }
-    )
-    assert (found.steps, found.samples_per_second, found.seconds_left) == (
-        4,
-        2.0,
-        pytest.approx(95 * 2.0),
-    )
+    rates = {"tps": 2048, "tflops": 2048 * 0.058, "mfu": 100 * 2048 * 58e9 / 989e12}
+    times = {"seconds_per_step": 2.0, "data_seconds": 0.5, "data_percent": 25}
+    assert found.figures == pytest.approx(rates | times)
+    assert (found.steps, found.samples_per_second) == (4, 2.0)
+    assert found.seconds_left == pytest.approx(95 * 2.0)
 
 
 def test_a_single_slow_step_does_not_enter_the_time_left(clock: Clock) -> None:
@@ -124,13 +119,6 @@ def test_peaks_belong_to_exactly_these_devices() -> None:
     assert found == {name: peak for peak, names in PEAKS.items() for name in names}
 
 
-def test_the_cpu_has_a_name_and_no_peak() -> None:
-    name = device_name(CPU)
-    assert name.startswith("CPU (")
-    assert len(name) > len("CPU ()")
-    assert peak_flops(name) is None
-
-
 def test_cpu_memory_is_what_is_resident_and_grows_with_what_is_allocated() -> None:
     before = read_memory(CPU)
     # New pages: malloc may hand out resident ones that an earlier test has freed.
@@ -138,32 +126,13 @@ def test_cpu_memory_is_what_is_resident_and_grows_with_what_is_allocated() -> No
     np.frombuffer(block, dtype=np.uint8)[:] = 1
     after = read_memory(CPU)
     total = total_memory_bytes(CPU)
+    assert device_name(CPU).startswith("CPU (")
     assert (after["memory_gib"] - before["memory_gib"]) * 1024 == pytest.approx(200, abs=20)
     assert 0.05 < before["memory_gib"] < total / 2**30
     percent = pytest.approx(100 * after["memory_gib"] * 2**30 / total)
-    assert after == {
-        "memory_gib": after["memory_gib"],
-        "memory_percent": percent,
-        "alloc_retries": 0,
-        "ooms": 0,
-    }
+    figures = {"memory_gib": after["memory_gib"], "memory_percent": percent}
+    assert after == {**figures, "alloc_retries": 0, "ooms": 0}
     del block
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_memory_is_the_peak_since_the_last_reset() -> None:
-    device = torch.device("cuda", 0)
-    block = torch.ones(2**30, dtype=torch.uint8, device=device)
-    del block
-    peak = read_memory(device)
-    assert peak["reserved_gib"] >= peak["memory_gib"] >= 1.0
-    assert peak["memory_percent"] == pytest.approx(
-        100 * peak["memory_gib"] * 2**30 / total_memory_bytes(device)
-    )
-    reset_peak(device)
-    after = read_memory(device)
-    assert after["memory_gib"] < 0.1
-    assert after["reserved_gib"] >= 1.0
 
 
 def test_only_ones_own_work_in_steps_is_read(clock: Clock) -> None:
@@ -190,10 +159,7 @@ def test_only_ones_own_work_in_steps_is_read(clock: Clock) -> None:
     assert work < 0.05 and data == 0, "a reading begins a new window"
 
 
-def test_a_reading_has_the_seconds_of_saves_since_the_last_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = Clock(monkeypatch)
+def test_a_reading_has_the_seconds_of_saves_since_the_last_one(clock: Clock) -> None:
     meter = make()
     meter.step_done(SIZE)
     assert "save_seconds" not in meter.read(0).figures
@@ -202,3 +168,66 @@ def test_a_reading_has_the_seconds_of_saves_since_the_last_one(
     clock.now += 7
     meter.enter("work")
     assert meter.read(0).figures["save_seconds"] == 7
+
+
+# The rank that the others wait for
+
+
+#: Seconds per step by which a rank is slowed: far above what a busy machine adds to one rank and
+#: not to the other.
+SLOW = 0.3
+
+
+def _train(world: DistEnv, folder: str, slow_rank: int) -> None:
+    flags = ["--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
+    trainer = make_trainer(world, folder, *flags)
+    if world.rank == slow_rank:
+        block = trainer.parts.model.get_submodule("layers.1")
+        # 8 sequences in micro-batches of 2 on 2 ranks: twice a step.
+        block.register_forward_hook(lambda *_: burn(SLOW / 2))
+    trainer.train()
+
+
+@pytest.mark.slow
+def test_the_slow_rank_is_named(pool: Pools, tmp_path: Path) -> None:
+    slow_rank = 1
+    pool(2).run(_train, str(tmp_path), slow_rank)
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["step"] > 1]
+    assert len(rows) == 5
+    assert [row["slowest_rank"] for row in rows].count(slow_rank) >= 4
+    lags = sorted(row["lag_seconds"] for row in rows)
+    assert 0.5 * SLOW < lags[2] < 2 * SLOW
+    assert sorted(row["lag_percent"] for row in rows)[2] > 20
+    # Rank 0 does not wait for its own data.
+    assert sorted(row["data_seconds"] for row in rows)[2] < 0.5 * SLOW
+
+
+def test_ranks_are_compared_with_the_median() -> None:
+    figures, _ = StragglerDetector(CPU).compare([1.0, 1.1, 1.0, 0.8], [0.0, 0.1, 0.5, 0.1], 2.0)
+    assert figures == pytest.approx(
+        {"slowest_rank": 2, "fastest_rank": 3, "lag_seconds": 0.5, "lag_percent": 50}
+    )
+
+
+def test_on_a_gpu_the_step_without_data_is_scaled_by_the_time_of_the_head() -> None:
+    detector = StragglerDetector(torch.device("cuda", 0))
+    figures, _ = detector.compare([0.010, 0.010, 0.015], [0.2, 0.2, 0.2], 1.2)  # own: 1.2, 1.2, 1.7
+    assert figures["slowest_rank"] == 2
+    assert figures["lag_seconds"] == pytest.approx(0.5)
+    # Without a head (a pipeline stage has none) only the data tell.
+    figures, _ = detector.compare([0.0, 0.0], [0.1, 0.4], 1.1)
+    assert figures["slowest_rank"] == 1
+    assert figures["lag_seconds"] == pytest.approx(0.3)
+
+
+def test_a_rank_that_stays_behind_is_warned_of_once_in_a_while() -> None:
+    detector = StragglerDetector(CPU)
+    behind = ([1.0, 1.3], [0.0, 0.1])
+    other = ([1.3, 1.0], [0.0, 0.0])
+    fine = ([1.1, 1.0], [0.0, 0.0])
+    said = [detector.compare(*behind, 2.0)[1] for _ in range(LOGS_IN_A_ROW + 100)]
+    assert [number for number, text in enumerate(said, 1) if text] == [5, 55, 105]
+    assert "rank 1 is behind" in said[4]
+    assert "40 % more" in said[4]
+    # Now one, now the other: nobody is consistently behind.
+    assert not any(detector.compare(*ranks, 2.0)[1] for ranks in (fine, other, behind) * 10)

@@ -33,8 +33,7 @@ from titanlite.assembly import error_exit
 from titanlite.config.run_sections import Comm, Stall
 from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics import watchdog
-from titanlite.metrics.hang_report import MAX_ROWS, table, verdict
-from titanlite.metrics.housekeeping import Watchdog
+from titanlite.metrics.hang_report import verdict
 from titanlite.metrics.rank_state import RankState
 from titanlite.metrics.watchdog import THREAD, HangWatchdog, _stack
 from titanlite.optim.bad_step_errors import BadStepError
@@ -79,11 +78,6 @@ def _ranks(state: RankState, *ranks: int) -> list[RankState]:
         # Behind, but waiting itself: for the one that is ahead and busy.
         ([AT_FORWARD, replace(IN_DATA, step=6)], [1], "in data of step 6"),
         ([AT_FORWARD, *_ranks(AT_FORWARD, 1)], [], "none of the ranks holds the others up"),
-        (
-            [*_ranks(IN_DATA, 0, 1), *_ranks(AT_FORWARD, 2, 3, 4)],
-            [0, 1],
-            "ranks 0, 1 have been in data of step 5",
-        ),
         # A rank that is mute is blamed before one that is behind.
         (
             [IN_DATA, *_ranks(replace(AT_FORWARD, silent=True), 2)],
@@ -96,18 +90,8 @@ def _ranks(state: RankState, *ranks: int) -> list[RankState]:
             "ranks 1, 2 do not answer",
         ),
         ([AT_FORWARD, replace(IN_DATA, end="left")], [1], "has left the loop, in data of step 5"),
-        (
-            [AT_FORWARD, replace(IN_DATA, end="raised", text="OSError: disk")],
-            [1],
-            "at loader.py:9 read: OSError: disk",
-        ),
         # Collectives that failed on the others are the effect.
         ([replace(AT_FORWARD, end="lost"), IN_DATA], [1], "in data of step 5 for 8.1 s"),
-        (
-            [replace(IN_DATA, rank=0)],
-            [0],
-            "rank 0 (node2, process 12) has been in data of step 5 for 8.1 s, at loader",
-        ),
     ],
 )
 def test_a_rank_that_waits_is_not_the_culprit(
@@ -118,19 +102,10 @@ def test_a_rank_that_waits_is_not_the_culprit(
     assert words in sentence
 
 
-def test_the_table_of_many_ranks_shows_the_culprit_and_counts_the_rest() -> None:
-    states = [*_ranks(AT_FORWARD, *range(999)), replace(IN_DATA, rank=999)]
-    lines = table(states, [states[-1]]).splitlines()
-    assert len(lines) == 1 + MAX_ROWS + 1
-    assert lines[-2].split()[:4] == ["999", "node2", "5", "data"]
-    assert lines[-1] == f"  and {1000 - MAX_ROWS} more"
-
-
 @pytest.mark.parametrize(
     ("stall", "comm", "deadlines"),
     [
         ({}, {"train_timeout_seconds": 10, "init_timeout_seconds": 600}, (6.0, 360.0, 2.0)),
-        ({}, {"train_timeout_seconds": 5}, (3.0, 180.0, 1.5)),  # twice in the deadline
         ({"deadline_seconds": 900.0}, {"train_timeout_seconds": 1000}, (900.0, 900.0, 2.0)),
         ({"deadline_seconds": 0.0, "heartbeat_seconds": 20.0}, {}, (0.0, 180.0, 20.0)),
     ],
@@ -174,16 +149,9 @@ def _until(done: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def _reports(said: list[str]) -> list[str]:
-    return [text for text in said if "\n" in text]
-
-
 @contextlib.contextmanager
 def _watching(
-    own_reason: float = 0.5,
-    silent_beats: float = 1000.0,
-    stall: Stall = QUICK,
-    **keywords: Any,
+    own_reason: float = 0.5, silent_beats: float = 1000.0, stall: Stall = QUICK, **keywords: Any
 ) -> Iterator[tuple[HangWatchdog, list[str]]]:
     """A watchdog that looks often and ends nobody, and what is logged.
 
@@ -213,28 +181,28 @@ def _loop(dog: HangWatchdog, slow: Callable[[], object]) -> None:
         dog.phase("optimizer")
 
 
-def _reports_of(said: list[str], step: int) -> list[str]:
-    """The reports that blame a rank in the data of a step.
+def _reports_of_step_2(said: list[str]) -> list[str]:
+    """The reports that blame a rank in its data.
 
     A busy machine may bring more of them, of other steps.
     """
-    return [text for text in _reports(said) if f"in data of step {step} " in text]
+    return [text for text in said if "\n" in text and "in data of step 2 " in text]
 
 
-def _waiter(world: DistEnv, said: list[str], name: str, step: int) -> Callable[[], None]:
-    """A call with which rank 1 stands still in a step until rank 0 has reported it."""
+def _waiter(world: DistEnv, said: list[str]) -> Callable[[], None]:
+    """A call with which rank 1 stands still until rank 0 has reported it."""
     store = _get_default_store().clone()
 
     def tell() -> None:
-        _until(lambda: _reports_of(said, step))
-        store.set(name, "")
+        _until(lambda: _reports_of_step_2(said))
+        store.set("reported", "")
 
     if world.rank == 0:
         threading.Thread(target=tell, daemon=True).start()
 
     def read_shard() -> None:
         deadline = time.monotonic() + LONG  # without `_until`, whose frames would hide this one
-        while world.rank == 1 and not store.check([name]) and time.monotonic() < deadline:
+        while world.rank == 1 and not store.check(["reported"]) and time.monotonic() < deadline:
             time.sleep(0.02)
 
     return read_shard
@@ -277,7 +245,7 @@ def test_validation_and_the_export_tell_that_they_go_on(pool: Pools, tmp_path: P
 
 def _sleep(world: DistEnv) -> list[str]:
     with _watching() as (dog, said):
-        _loop(dog, _waiter(world, said, "in a loop", 2))
+        _loop(dog, _waiter(world, said))
         # The loop is over before rank 0's thread has looked again.
         _until(lambda: world.rank or any("continues" in text for text in said))
     assert not [thread for thread in threading.enumerate() if thread.name == THREAD]
@@ -286,20 +254,16 @@ def _sleep(world: DistEnv) -> list[str]:
 
 def test_a_rank_that_sleeps_in_its_loader_is_named_with_its_stack(pool: Pools) -> None:
     said, others = pool(2).run(_sleep)
-    (report,) = _reports_of(said, 2)
+    (report,) = _reports_of_step_2(said)
     host = socket.gethostname()
-    head, columns, zero, one, sentence = report.splitlines()
+    head, _, zero, one, sentence = report.splitlines()
     assert re.fullmatch(r"no progress for \d+ s:", head)
-    assert columns.split() == ["rank", "host", "step", "phase", "seconds", "at"]
     assert zero.split()[:4] == ["0", host, "2", "forward"]
-    assert "distributed_c10d.py" in zero
     assert "all_reduce < " in zero
     assert zero.endswith(" _loop"), "where our code is, not torch's"
     assert one.split()[:4] == ["1", host, "2", "data"]
-    assert "test_watchdog.py" in one
     assert "read_shard" in one
-    assert float(zero.split()[4]) >= 1.0
-    assert float(one.split()[4]) >= 1.0
+    assert min(float(line.split()[4]) for line in (zero, one)) >= 1.0
     assert re.match(
         rf"rank 1 \({re.escape(host)}, process \d+\) has been in data of step 2 for [\d.]+ s, at ",
         sentence,
@@ -309,6 +273,10 @@ def test_a_rank_that_sleeps_in_its_loader_is_named_with_its_stack(pool: Pools) -
     assert not others
 
 
+def _unanswered(said: list[str]) -> list[str]:
+    return [text for text in said if "\n" in text and "does not answer" in text]
+
+
 def _stop(world: DistEnv) -> list[str]:
     pids = [0] * world.size
     dist.all_gather_object(pids, os.getpid())
@@ -316,7 +284,7 @@ def _stop(world: DistEnv) -> list[str]:
     with _watching(silent_beats=3.0) as (dog, said):
 
         def wake() -> None:
-            _until(lambda: [text for text in _reports(said) if "does not answer" in text])
+            _until(lambda: _unanswered(said))
             os.kill(pids[1], signal.SIGCONT)
 
         if world.rank == 0:
@@ -328,17 +296,14 @@ def _stop(world: DistEnv) -> list[str]:
                 os.kill(os.getpid(), signal.SIGSTOP)
 
         _loop(dog, stop)
-    return said
+    return _unanswered(said)
 
 
 @pytest.mark.slow
 def test_a_stopped_rank_does_not_answer_and_is_named(pool: Pools) -> None:
-    said = pool(2).run(_stop)[0]
-    report = next(text for text in _reports(said) if "does not answer" in text)
-    assert re.search(r"^ +1 +\S+ +2 +data +[\d.]+ +no answer$", report, re.MULTILINE)
-    assert re.search(
-        r"\nrank 1 \(\S+, process \d+\) does not answer, last seen in data of step 2: ", report
-    )
+    report = pool(2).run(_stop)[0][0]
+    assert re.search(r"\n +1 +\S+ +2 +data +[\d.]+ +no answer\n", report)
+    assert re.search(r"\nrank 1 \(.*\) does not answer, last seen in data of step 2: ", report)
 
 
 def _report_of_a_dead_rank(world: DistEnv) -> str:
@@ -394,46 +359,6 @@ def test_a_failure_that_nccl_has_noticed_ends_ranks_that_wait_for_their_device(p
         assert "wait for a device" in sentence
 
 
-def _raise(world: DistEnv) -> tuple[list[str], list[str], float]:
-    peers: list[str] = []
-
-    def read_shard() -> None:
-        if world.rank == 1:
-            raise OSError(5, "Input/output error", "/data/shard-3")
-
-    began = time.monotonic()
-    took = LONG
-    try:
-        with _watching(stall=PATIENT, folder=Path("runs")) as (dog, said):
-            dog.on_peer = lambda error: peers.append(f"{exit_codes.code_of(error)} {error}")
-            try:
-                _loop(dog, read_shard)
-            finally:
-                took = time.monotonic() - began
-    except OSError:
-        for _ in range(2):
-            dist.all_reduce(torch.ones(3))  # the process lives on here, and so must the others'
-    return said, peers, took
-
-
-def test_an_error_of_one_rank_is_reported_on_rank_0(pool: Pools) -> None:
-    (said, peers, took), (silent, none, _) = pool(2).run(_raise)
-    (text,) = said
-    host = re.escape(socket.gethostname())
-    first, last = text.splitlines()
-    assert re.match(
-        rf"rank 1 \({host}, process \d+\) raised in data of step 2, at metrics/test_watchdog.py:\d+ ",  # noqa: E501
-        first,
-    )
-    assert first.endswith("read_shard: all ranks end. Its traceback is in runs/logs/rank_1.log")
-    assert last == "OSError: [Errno 5] Input/output error: '/data/shard-3'"
-    assert len(peers) == 1
-    assert peers[0].startswith(f"{exit_codes.LOST_PEER} rank 1 (")
-    assert took < LONG
-    assert not silent
-    assert not none
-
-
 def _raise_together(
     world: DistEnv, kind: type[BaseException], values: tuple[Any, ...], late: float
 ) -> list[str]:
@@ -461,40 +386,6 @@ def test_an_error_of_all_ranks_ends_no_other_rank(
     pool: Pools, kind: type[BaseException], values: tuple[Any, ...], late: float
 ) -> None:
     assert pool(2).run(_raise_together, kind, values, late) == [[], []]
-
-
-def _train(world: DistEnv, folder: str, *flags: str) -> list[str]:
-    trainer = make_trainer(world, folder, *flags)
-    (dog,) = (
-        callback.watch for callback in trainer.parts.callbacks if isinstance(callback, Watchdog)
-    )
-    fetch = trainer.parts.loader.next_step
-    phases: list[str] = []
-    note = dog.phase
-    dog.phase = lambda name, step=None: (phases.append(name), note(name, step))[1]  # type: ignore[method-assign]
-    limits = {"_POLL_SECONDS": 0.1, "_SILENT_BEATS": 1000.0}
-    with mock.patch.multiple(watchdog, **limits), listening() as said:
-        wait = _waiter(world, said, "in training", 3)
-        late = lambda: (wait() if trainer.step == 3 else None, fetch())[1]  # noqa: E731
-        trainer.parts.loader.next_step = late  # type: ignore[method-assign]
-        trainer.train()
-    return [" ".join(phases), *_reports_of(said, 3)]
-
-
-@pytest.mark.slow
-def test_the_trainer_says_where_it_is(pool: Pools, tmp_path: Path) -> None:
-    flags = [
-        "--training.steps=4",
-        "--stall.deadline_seconds=2",
-        "--validation.freq=2",
-        "--checkpoint.interval=2",
-    ]
-    (phases, *reports), (same, *_) = pool(2).run(_train, str(tmp_path), *flags)
-    step = "data forward forward backward forward backward optimizer log"
-    late = f"{step} {step} validate save"
-    assert phases == same == f"{late} {late} end"
-    assert "rank 1 (" in reports[-1]
-    assert "has been in data of step 3 for" in reports[-1].splitlines()[-1]
 
 
 def test_a_rank_that_does_not_print_waits_for_one_that_does(
@@ -584,14 +475,8 @@ def test_an_error_of_a_loader_ends_all_ranks_and_is_the_last_line(tmp_path: Path
     root = done.stderr.partition("Root Cause (first observed failure)")[2]
     assert re.search(r"rank +: 1 ", root), "torchrun blames the rank that raised"
     end = read_entries(tmp_path / "run")[-1]
-    assert (end["event"], end["state"], end["exit_code"], end["step"]) == (
-        "end",
-        "failed",
-        exit_codes.LOST_PEER,
-        2,
-    )
-    assert end["reason"].startswith("rank 1 (")
-    assert end["reason"].endswith(error)
+    assert (end["state"], end["exit_code"], end["step"]) == ("failed", exit_codes.LOST_PEER, 2)
+    assert end["reason"].startswith("rank 1 (") and end["reason"].endswith(error)
     # Some 5 s on a machine that does nothing else; waiting for rank 0's sleep or torchrun's
     # patience takes ten minutes.
     assert seconds < LONG
@@ -609,9 +494,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     )
     assert re.match(culprit, read_entries(tmp_path / "run")[-1]["reason"])
     report = log[log.index("a collective failed:\n") :].splitlines()
-    assert report[2].split()[:4] == ["0", socket.gethostname(), "3", "forward"]
     assert report[2].endswith("lost its peers")
-    assert report[3].split()[0] == "1"
     assert report[3].endswith("no answer")
     assert re.match(culprit, report[4])
     assert report[4] in done.stdout

@@ -33,7 +33,8 @@ def _rows(
     model: nn.Module, prompts: list[list[int]] = PROMPTS, **options: object
 ) -> list[list[int]]:
     """The new ids after each prompt."""
-    given: Any = {"max_tokens": 64, "limit": 80, "sampling": GREEDY, **options}
+    given: Any = {"max_tokens": 64, "limit": 80, "sampling": GREEDY, "stop_ids": (), **options}
+    given = {"head": "output", "vocab": None, **given}
     return [
         list(generate_ids(model, prompt, **{"number": number, **given}))
         for number, prompt in enumerate(prompts)
@@ -57,7 +58,6 @@ def test_greedy_tokens_equal_those_of_transformers() -> None:
             torch.tensor([prompt]), do_sample=False, max_new_tokens=32, eos_token_id=None
         )
         assert ids[0, len(prompt) :].tolist() == row
-    assert model.training
 
 
 def test_rows_end_at_stop_ids_and_at_the_limit() -> None:

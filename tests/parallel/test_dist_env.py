@@ -25,7 +25,7 @@ from tests.support.processes import ROOT, python
 from titanlite.dist import ParallelismError
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.launch_env import LaunchEnv, read_launch_env
-from titanlite.dist.process_settings import KERNELS, TUNABLES, kernel_order
+from titanlite.dist.process_settings import TUNABLES, kernel_order
 from titanlite.metrics.timeouts import patience, set_timeouts
 
 
@@ -60,15 +60,32 @@ def _timeouts(world: DistEnv) -> dict[str, timedelta]:
     return after
 
 
-def test_kernels_of_attention_are_tried_in_order_on_gpus_only() -> None:
+@pytest.mark.parametrize(
+    ("capability", "chosen", "expected"),
+    [
+        ((8, 0), "auto", ["FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]),
+        ((8, 9), "auto", ["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]),
+        ((9, 0), "auto", ["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]),
+        ((10, 0), "auto", ["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]),
+        ((12, 0), "auto", ["FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]),
+        ((9, 0), "math", ["MATH", "FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"]),
+    ],
+)
+def test_a_gpu_tries_its_fastest_kernel_of_attention_first_unless_one_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    chosen: str,
+    expected: list[str],
+) -> None:
     def order() -> list[str]:
         return [kernel.name for kernel in _cur_sdpa_kernel_backends(with_priority=True)]
 
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     before = order()
-    with kernel_order("cpu"):
+    with kernel_order("cpu", chosen):
         assert order() == before
-    with kernel_order("cuda"):
-        assert order()[: len(KERNELS)] == list(KERNELS) != before
+    with kernel_order("cuda"), kernel_order("cuda", chosen):
+        assert order()[:4] == expected
     assert order() == before
 
 

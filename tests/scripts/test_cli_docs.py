@@ -10,8 +10,6 @@ import re
 import sys
 from pathlib import Path
 
-import pytest
-
 if __name__ == "__main__":  # the folder of a script is the first to look in, not the repository
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -19,7 +17,6 @@ from tests.support.commands import commands
 from tests.support.processes import ROOT
 from titanlite import exit_codes
 from titanlite.cli.command_table import make_parser
-from titanlite.cli.main import main
 
 DOCS = ROOT / "docs"
 ROWS = {
@@ -115,33 +112,6 @@ def test_every_command_that_the_docs_name_is_there() -> None:
         for group, word in found:
             name = f"{group} {word}".strip() if group in ("config", "checkpoint") else group
             assert name in known, f"{page.name}: titanlite {name}"
-
-
-#: They need torch or a package, or take no file; tests/cli/test_cli.py has them.
-ELSEWHERE = {"eval", "export", "help"}
-
-
-@pytest.mark.parametrize("command", sorted(set(ROWS) - ELSEWHERE))
-def test_what_is_not_there_ends_with_a_documented_code(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = {
-        "train": ["/no.toml", "--nproc-per-node=2"],
-        "launch": ["slurm", "/no.toml"],
-        "checkpoint diff": ["/no", "/no"],
-        "sample": ["/no.toml", "text"],
-        "data prepare": ["/no.toml", "--out=/no", "--tokenizer=bundled"],
-        "push": ["/no.toml", "ada/tiny"],
-    }.get(command, ["/no.toml"])
-    code = main([*command.split(), *words])
-    of_checkpoints = command.startswith(("checkpoint", "eval", "sample", "push"))
-    assert code == (exit_codes.CHECKPOINT if of_checkpoints else exit_codes.CONFIG)
-    assert code in codes(command)
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "/no" in err or "--no.key" in err
-    if command.startswith("checkpoint"):
-        assert main([*command.split(), *words, "--training.steps", "3"]) == exit_codes.CONFIG
 
 
 if __name__ == "__main__" and "--write" in sys.argv:

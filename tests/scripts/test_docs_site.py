@@ -9,11 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests.support.processes import ROOT
+from tests.support.scripts import load_script
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -22,17 +22,6 @@ else:
 
 #: Pages for maintainers, or of another address, which the navigation leaves out.
 NOT_LISTED = {"docs/log.md"}
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_site", ROOT / "scripts" / "docs_site.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["docs_site"] = module  # a dataclass looks its module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def listed(entries: list) -> Iterator[str]:
@@ -54,34 +43,13 @@ def test_the_navigation_has_every_page_once() -> None:
     assert all((ROOT / page).is_file() for page in found)
 
 
-def test_links_to_files_and_folders_lead_to_pages(script: ModuleType) -> None:
-    text = "[a](../examples/z_loss.py) [b](data.md#order) [c](../deploy/examples) `[d](no.py)`"
-    page, targets = script.with_site_links(text, ROOT / "docs" / "library.md")
-    assert page == (
-        "[a](../examples/z_loss.py.md) [b](data.md#order) [c](../deploy/examples.md) `[d](no.py)`"
-    )
-    names = [target.relative_to(ROOT).as_posix() for target in targets]
-    assert names == ["examples/z_loss.py", "docs/data.md", "deploy/examples"]
-    with pytest.raises(FileNotFoundError, match=r"docs/library.md links to no.md"):
-        script.with_site_links("[a](no.md)", ROOT / "docs" / "library.md")
-
-
-def test_a_list_or_table_below_text_gets_an_empty_line(script: ModuleType) -> None:
-    text = "Text:\n- one\n- two\n\n```\nText\n- code\n```\nRow\n| a |\n"
-    assert script.with_blank_lines(text) == (
-        "Text:\n\n- one\n- two\n\n```\nText\n- code\n```\nRow\n\n| a |\n"
-    )
-
-
-def test_a_broken_link_and_a_file_of_another_server_are_found(
-    script: ModuleType, tmp_path: Path
-) -> None:
+def test_a_broken_link_and_a_file_of_another_server_are_found(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text(
         '<h1 id="top"></h1><a href="b.html#here"></a><a href="#top"></a><a href="no.html"></a>'
         '<a href="b.html#gone"></a><script src="https://example.org/x.js"></script>'
     )
     (tmp_path / "b.html").write_text('<p id="here"></p><link rel="stylesheet" href="//font/x.css">')
-    assert script.check(tmp_path) == [
+    assert load_script("docs_site").check(tmp_path) == [
         "a.html loads https://example.org/x.js",
         "a.html: no.html leads nowhere",
         "a.html: b.html#gone leads nowhere",

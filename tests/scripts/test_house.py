@@ -1,4 +1,4 @@
-"""The limits of the library's size and shape."""
+"""The limits of the library's size and shape, and of sentences."""
 
 from __future__ import annotations
 
@@ -144,18 +144,6 @@ def test_a_plain_run_imports_nothing_that_it_does_not_turn_on(house: Any) -> Non
     assert not missed(house.plain_figures(house.Source(ROOT), run))
 
 
-def test_the_share_of_functions_that_run_is_counted(house: Any, tmp_path: Path) -> None:
-    library = tmp_path / "titanlite"
-    library.mkdir()
-    text = "@cache\ndef used():\n    return 1\n\n\ndef idle():\n    pass\n    return 2\n"
-    stub = 'class Rows:\n    def stub(self):\n        """Nothing."""\n        ...\n'
-    (library / "some.py").write_text(text + stub)
-    run = {"imported": ["some.py"], "functions": ["some.py:1"]}
-    tokens, idle = house.plain_figures(house.Source(tmp_path), run)
-    assert tokens.numbers["tokens"] == house.tokens_of(text + stub)
-    assert idle.numbers == {"%": 50.0}, "three lines of six; the stub does not count"
-
-
 def test_a_circle_a_large_file_and_a_whole_config_are_found(house: Any, tmp_path: Path) -> None:
     library = tmp_path / "titanlite"
     for room, text in {
@@ -168,34 +156,6 @@ def test_a_circle_a_large_file_and_a_whole_config_are_found(house: Any, tmp_path
     assert source.total == 503
     assert house.circles_of(library, source.trees) == ["guard", "loss"]
     assert list(house.takes_whole_config(library, source.trees)) == ["loss:loss"]
-
-
-def test_dense_code_is_counted(house: Any, tmp_path: Path) -> None:
-    library = tmp_path / "titanlite"
-    library.mkdir()
-    long = "def long():\n" + "    x = 1\n" * 60
-    lines = [
-        "a, b = 1, 2",
-        "c = 1 if a else 2 if b else 3",
-        'd = [*("a", "b"), *[n for n in range(3)]]',
-        f"e = '{'x' * 100}'  # text and comments are no tokens",
-        long,
-    ]
-    (library / "dense.py").write_text("\n".join(lines))
-    found = {
-        figure.name: figure.numbers for figure in house.density_figures(house.Source(tmp_path))
-    }
-    # The text in the fourth line and its comment do not count.
-    assert found["tokens"] == {"": 7 + 9 + 22 + 2 + 5 + 60 * 3}
-    assert found["lines over 100 characters"] == {"": 1}
-    assert found["packed"] == {"nested ternaries": 1, "starred tuples": 1}
-    assert found["functions to divide"] == {"": 1}
-    assert found["files at the top"] == {"": 1}
-    assert found["in 1,000 lines"] == {
-        "comprehensions": round(1000 / 65, 1),
-        "ternaries": round(2000 / 65, 1),
-        "tuple = tuple": round(1000 / 65, 1),
-    }
 
 
 def test_the_page_lists_the_rooms_in_their_order(house: Any) -> None:
@@ -214,3 +174,15 @@ def test_the_picture_of_the_rooms_shows_the_imports_of_today(monkeypatch: Any) -
     drawn = (ROOT / "docs" / "images" / "rooms.svg").read_text(encoding="utf-8")
     again = "python scripts/rooms_picture.py docs/images/rooms.svg"
     assert drawn == load_script("rooms_picture").picture(ROOT), again
+
+
+# Sentences
+
+
+@pytest.mark.slow
+def test_few_sentences_are_long() -> None:
+    prose = load_script("prose")
+    found = prose.sentences_of(ROOT)
+    for kind, limit in prose.LIMITS.items():
+        assert sum(sentence.kind == kind for sentence in found) > 500
+        assert prose.share_of_long(found, kind) <= limit, f"python scripts/prose.py lists {kind}"

@@ -15,15 +15,6 @@ sys.path.insert(0, str(ROOT))
 from scripts import moving_picture  # noqa: E402
 
 PICTURE = ROOT / "docs" / "images" / "resume.svg"
-#: Parts of the story; each comes once or more.
-STORY = (
-    "a fresh run",
-    "checkpoint of step",
-    "rank 9 does",
-    "resumed from step",
-    "training done at",
-    "all 9 tensors",
-)
 
 
 def _sign(line: str) -> str:
@@ -39,12 +30,6 @@ def _signs(lines: list[str]) -> set[str]:
     """Return the signs of lines of the log and of errors, not of their second halves."""
     dated = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \S"
     return {_sign(line) for line in lines if re.match(rf"{dated}|rank \d|error: |all \d", line)}
-
-
-def test_the_picture_is_small_and_tells_the_story() -> None:
-    assert PICTURE.stat().st_size < 1 << 20
-    signs = _signs(moving_picture.lines_of(PICTURE.read_text()))
-    assert [words for words in STORY if not any(sign.startswith(words) for sign in signs)] == []
 
 
 def test_the_picture_names_no_place_of_the_machine_that_drew_it() -> None:

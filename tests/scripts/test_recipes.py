@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -23,52 +24,36 @@ NAMES = sorted(page.stem for page in PAGES.glob("*.md"))
 LINKS = ("benchmarks", "examples", "titanlite", "train_configs")
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A page: the files that it writes, by name, and the commands that were run, in order."""
-
-    files: dict[str, str]
-    commands: list[str]
-
-
-@dataclass(frozen=True)
-class Done:
+class Done(NamedTuple):
     """A command that ended: its output, with that of standard error, and its exit code."""
 
     output: str
     code: int
 
 
-def read_recipe(name: str) -> Recipe:
-    text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
-    files = re.findall(r"`([\w.]+)`:\n\n```(?:toml|python)\n(.*?)```", text, re.DOTALL)
-    commands = re.findall(r"^\$ (.*)$", text, re.MULTILINE)
-    return Recipe(dict(files), commands)
-
-
-def lay_out(recipe: Recipe, folder: Path, smaller: Mapping[str, str]) -> list[str]:
-    """Write the files of a recipe into `folder`; return its commands.
+def lay_out(name: str, folder: Path, smaller: Mapping[str, str]) -> list[str]:
+    """Write the files of a page into `folder`; return the commands that it runs, in order.
 
     smaller: text of the page → what replaces it in files and commands; each must be there.
     """
-    for name in LINKS:
-        (folder / name).symlink_to(ROOT / name)
-    texts = [*recipe.files.values(), *recipe.commands]
-    for large, small in smaller.items():
-        assert any(large in text for text in texts), f"the page has no {large!r}"
-        texts = [text.replace(large, small) for text in texts]
-    for name, text in zip(recipe.files, texts, strict=False):
-        (folder / name).write_text(text, encoding="utf-8")
-    return texts[len(recipe.files) :]
+    text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
+    files = re.findall(r"`([\w.]+)`:\n\n```(?:toml|python)\n(.*?)```", text, re.DOTALL)
+    commands = re.findall(r"^\$ .*$", text, re.MULTILINE)
+    for large in smaller:
+        assert any(large in part for part in (*commands, *dict(files).values())), large
+
+    def small(part: str) -> str:
+        return functools.reduce(lambda done, pair: done.replace(*pair), smaller.items(), part)
+
+    for link in LINKS:
+        (folder / link).symlink_to(ROOT / link)
+    for file, content in files:
+        (folder / file).write_text(small(content), encoding="utf-8")
+    return [small(command[2:]) for command in commands]
 
 
-def follow(
-    commands: list[str], folder: Path, seconds: float = 900, **variables: str
-) -> dict[str, Done]:
-    """Run commands one after the other in one shell; return how each ended.
-
-    seconds: that they have. variables: of their environment.
-    """
+def follow(commands: list[str], folder: Path) -> dict[str, Done]:
+    """Run commands one after the other in one shell; return how each ended."""
     interpreter = shlex.quote(sys.executable)
     script = [
         f'titanlite() {{ {interpreter} -m titanlite "$@"; }}',
@@ -79,12 +64,12 @@ def follow(
     ended = subprocess.run(
         ["bash", "-c", "\n".join(script)],
         cwd=folder,
-        env=environment(COLUMNS="200", TMPDIR=str(folder), **variables),
+        env=environment(COLUMNS="200", TMPDIR=str(folder)),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         encoding="utf-8",
-        timeout=seconds,
+        timeout=900,
     )
     parts = re.split(r"\n@@ (\d+)\n", ended.stdout)
     assert len(parts) == 2 * len(commands) + 1, ended.stdout
@@ -117,13 +102,17 @@ def test_each_command_of_a_recipe_parses(name: str, capsys: pytest.CaptureFixtur
     capsys.readouterr()
 
 
-def test_the_configs_of_the_cluster_are_right(
+def test_the_configs_that_no_run_reads_are_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lay_out(read_recipe("8b-on-a-cluster"), tmp_path, {})
+    lay_out("8b-on-a-cluster", tmp_path, {})
     monkeypatch.chdir(tmp_path)
-    assert main(["config", "check", "8b.toml", "--world-size", "16"]) == 0
-    assert main(["config", "check", "rehearsal.toml", "--world-size", "2"]) == 0
+    for file, ranks in {
+        "8b.toml": 16,
+        "rehearsal.toml": 2,
+        "examples/small_to_big.toml": 1,
+    }.items():
+        assert main(["config", "check", file, f"--world-size={ranks}"]) == 0
     capsys.readouterr()
 
 
@@ -143,7 +132,7 @@ def test_from_scratch(tmp_path: Path) -> None:
         '"./mine/held-out-tokens"': '"./mine/held-out-tokens"\nfreq = 6\nsteps = 2',
         "[training]": "[model.overrides]\nn_layers = 2\n\n[training]",
     }
-    done = follow(lay_out(read_recipe("from-scratch"), tmp_path, smaller), tmp_path)
+    done = follow(lay_out("from-scratch", tmp_path, smaller), tmp_path)
     refuse_failures(done)
     by_word = {command.split()[1]: end.output for command, end in done.items()}
     assert "2,048 ids, from 121 documents" in by_word["examples/own_tokenizer.py"]
@@ -171,7 +160,7 @@ def test_continue_hugging_face(tmp_path: Path) -> None:
         "freq = 100": "freq = 20",
         "interval = 100": "interval = 20",
     }
-    done = follow(lay_out(read_recipe("continue-hugging-face"), tmp_path, smaller), tmp_path)
+    done = follow(lay_out("continue-hugging-face", tmp_path, smaller), tmp_path)
     refuse_failures(done)
     run = done["titanlite train chat.toml"].output
     losses = [float(loss) for loss in re.findall(r"validation at \d+: loss ([\d.]+)", run)]
@@ -195,7 +184,7 @@ def test_long_context(tmp_path: Path) -> None:
         "steps = 20": "steps = 3",
         "freq = 20": "freq = 3",
     }
-    done = follow(lay_out(read_recipe("long-context"), tmp_path, smaller), tmp_path)
+    done = follow(lay_out("long-context", tmp_path, smaller), tmp_path)
     refuse_failures(done)
     run = done["titanlite train long.toml"].output
     assert re.findall(r"validation at (\d+): loss ", run) == ["0", "3"]
@@ -209,7 +198,7 @@ def test_long_context(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_8b_on_a_cluster(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    done = follow(lay_out(read_recipe("8b-on-a-cluster"), tmp_path, {}), tmp_path)
+    done = follow(lay_out("8b-on-a-cluster", tmp_path, {}), tmp_path)
     # The tokenizer of the 8B is not there.
     refuse_failures(done, but={"titanlite doctor 8b.toml": 1})
     assert "on 16 x h100-80g fits" in done["titanlite plan 8b.toml"].output

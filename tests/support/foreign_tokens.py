@@ -53,12 +53,6 @@ def _numpy(folder: Path, documents: Sequence[Sequence[int]]) -> Path:
     return folder / "a.npy"
 
 
-def _megatron(folder: Path, documents: Sequence[Sequence[int]]) -> Path:
-    return write_megatron(
-        folder / "a", [[len(document)] for document in documents], ids=joined(documents)
-    )
-
-
 #: Name of a form → writes documents into an empty folder, and returns the file.
 FORMS: dict[str, Callable[[Path, Sequence[Sequence[int]]], Path]] = {
     "Dolma": lambda folder, docs: write_raw(folder / "a.npy", joined(docs)),
@@ -67,5 +61,7 @@ FORMS: dict[str, Callable[[Path, Sequence[Sequence[int]]], Path]] = {
     "llm.c, Llama 3": lambda folder, docs: write_llmc(folder / "a.bin", joined(docs), "llama-3"),
     "datatrove": lambda folder, docs: write_raw(folder / "a.ds", joined(docs)),
     "numpy": _numpy,
-    "Megatron-LM": _megatron,
+    "Megatron-LM": lambda folder, docs: write_megatron(
+        folder / "a", [[len(document)] for document in docs], ids=joined(docs)
+    ),
 }

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from xxhash import xxh3_128_hexdigest
 
 from titanlite.data.prepared_tokens import fingerprint_of
 from titanlite.data.token_paths import INDEX, KIND
@@ -18,9 +18,7 @@ SIZE = TOKENIZER.vocab_size
 LENGTHS = [[2 + (i * 17) % 39 for i in range(15)], [], [40, 3, 3, 2, 97]]
 
 
-def write_prepared(
-    folder: Path, lengths: list[list[int]] = LENGTHS, masked: int = 0, **changes: Any
-) -> Path:
+def write_prepared(folder: Path, lengths: list[list[int]] = LENGTHS, masked: int = 0) -> Path:
     """Write a folder by the format's definition; token t of the corpus has id t + 1.
 
     masked: of each document.
@@ -30,45 +28,27 @@ def write_prepared(
     at = 0
     for number, documents in enumerate(lengths):
         offsets = np.cumsum([0, *documents], dtype="<i8")
+        size = int(offsets[-1])
         content = {
-            "tokens": np.arange(at + 1, at + 1 + offsets[-1], dtype="<u2").tobytes(),
+            "tokens": np.arange(at + 1, at + 1 + size, dtype="<u2").tobytes(),
             "offsets": offsets.tobytes(),
         }
         if masked:
-            targets = np.ones(offsets[-1], dtype=bool)
+            targets = np.ones(size, dtype=bool)
             for begin in offsets[:-1]:
                 targets[begin : begin + masked] = False
             content["targets"] = np.packbits(targets, bitorder="little").tobytes()
         for suffix, data in content.items():
             (folder / f"part-{number}.{suffix}").write_bytes(data)
-        about = {
-            "tokens": int(offsets[-1]),
-            "documents": len(documents),
-            "checksums": {},
-            "name": f"part-{number}",
-        }
-        parts.append(
-            {
-                **about,
-                "bytes": {s: len(data) for s, data in content.items()},
-                "sources": [[number, 0, 5]],
-            }
-        )
-        at += int(offsets[-1])
-    index = {
-        "format": KIND,
-        "version": 1,
-        "dtype": "<u2",
-        "tokenizer": TOKENIZER.fingerprint,
-        "max_id": at,
-    }
-    index |= {
-        "tokenizer_path": None,
-        "vocab_size": SIZE,
-        "options": {"text_key": "text"},
-        "parts": parts,
-    }
-    index |= {"files": [f"{n}.jsonl" for n in range(len(lengths))], **changes}
+        part = {"name": f"part-{number}", "tokens": size, "documents": len(documents)}
+        sizes = {suffix: len(data) for suffix, data in content.items()}
+        hashes = {suffix: f"xxh3:{xxh3_128_hexdigest(data)}" for suffix, data in content.items()}
+        sources = [[number, 0, 5]]
+        parts.append({**part, "bytes": sizes, "checksums": hashes, "sources": sources})
+        at += size
+    index = {"format": KIND, "version": 1, "dtype": "<u2", "tokenizer": TOKENIZER.fingerprint}
+    index |= {"max_id": at, "tokenizer_path": None, "vocab_size": SIZE, "parts": parts}
+    index |= {"options": {"text_key": "text"}, "files": [f"{n}.jsonl" for n in range(len(lengths))]}
     (folder / INDEX).write_text(json.dumps({**index, "fingerprint": fingerprint_of(index)}))
     return folder
 

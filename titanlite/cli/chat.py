@@ -22,13 +22,21 @@ def hold_dialogue(loaded: LoadedModel, max_tokens: int, sampling: Sampling) -> N
     Ctrl-C ends an answer. Raises DataError for a model without a chat template.
     """
     loaded.encode_chat([{"role": "user", "content": "?"}], "the dialogue")
+    mark = ""
     if sys.stdin.isatty():
+        mark = "> "
         with suppress(ImportError):
             import readline  # noqa: F401  # keys that move the cursor
         say("Ctrl-D ends the dialogue, Ctrl-C an answer.")
     messages: Messages = []
     turn = 0
-    while (line := _read_line()) is not None:
+    while True:
+        try:
+            line = input(mark)
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            line = ""
         if not line.strip():
             continue
         messages.append({"role": "user", "content": line})
@@ -41,16 +49,6 @@ def hold_dialogue(loaded: LoadedModel, max_tokens: int, sampling: Sampling) -> N
         text = _answer(loaded, prompt, max_tokens, sampling, turn)
         messages.append({"role": "assistant", "content": text.strip()})
         turn += 1
-
-
-def _read_line() -> str | None:
-    while True:
-        try:
-            return input("> " if sys.stdin.isatty() else "")
-        except EOFError:
-            return None
-        except KeyboardInterrupt:
-            print()
 
 
 def _encode_newest(loaded: LoadedModel, messages: Messages, max_tokens: int) -> list[int]:
@@ -78,24 +76,20 @@ def _answer(
     loaded: LoadedModel, prompt: list[int], max_tokens: int, sampling: Sampling, turn: int
 ) -> str:
     """Print an answer as its tokens come; return it."""
-    ids: list[int] = []
     text = shown = ""
-    finish = "stop"
+    is_cut = False
     try:
-        for new in loaded.generate(prompt, max_tokens, sampling, turn):
-            ids.append(new)
-            text = loaded.text_of(prompt, ids)
+        for ids, text in loaded.write(prompt, max_tokens, sampling, turn):
+            is_cut = ids[-1] not in loaded.stop_ids
             # A character may have several tokens.
             if not text.endswith("\ufffd"):
                 _print(text[len(shown) :])
                 shown = text
-        finish = loaded.finish(prompt, ids)
     except KeyboardInterrupt:
-        pass
+        is_cut = False
     _print(text[len(shown) :] + "\n")
-    if finish != "stop":
-        end = f"--max-tokens {max_tokens}" if finish == "length" else "the end of the context"
-        say(f"the answer was cut at {end}")
+    if is_cut:
+        say(f"the answer was cut: --max-tokens {max_tokens}, or the end of the context")
     return text
 
 

@@ -149,6 +149,7 @@ def evaluate_rank(arguments: argparse.Namespace) -> int:
         require("torch")  # what follows imports it
         from titanlite.assembly.preflight import check_machine
         from titanlite.dist.dist_env import DistEnv, connect_store
+        from titanlite.dist.process_settings import kernel_order
         from titanlite.dist.rendezvous import report_failure
         from titanlite.metrics.console import setup_console
 
@@ -158,7 +159,10 @@ def evaluate_rank(arguments: argparse.Namespace) -> int:
         with report_failure(store, env.rank, env.world_size):
             check_machine(run)
             texts = read_texts(run, folder, manifest)
-            with DistEnv.open(store=store, init_timeout_seconds=seconds, trace_buf_size=0) as world:
+            with (
+                DistEnv.open(store=store, init_timeout_seconds=seconds, trace_buf_size=0) as world,
+                kernel_order(world.device.type, run.training.attention_kernel),
+            ):
                 result = evaluate(run, world, *texts)
     except Exception as error:
         if exit_codes.code_of(error) == exit_codes.ERROR:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -24,7 +23,7 @@ from titanlite.config.errors import bad_flag
 from titanlite.config.toml import loads
 from titanlite.data import DataError
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.utils import human_count, human_time, parse_json
+from titanlite.utils import human_count, parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +56,7 @@ class LoadedModel:
     #: `data.template_date` of the run; of weights without one today.
     template_date: str | None
     stop_ids: frozenset[int]
-    #: For people: model, precision, device, load time.
+    #: For people: model, precision, device.
     summary: str
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], where: str) -> list[int]:
@@ -70,13 +69,14 @@ class LoadedModel:
         ids: list[int] = encode_chat(template.prompt(messages, where), self.tokenizer)[0].tolist()
         return ids
 
-    def generate(
+    def write(
         self, prompt: Sequence[int], max_tokens: int, sampling: Sampling, number: int
-    ) -> Iterator[int]:
-        """Yield new ids as `generate_ids` does."""
-        from titanlite.models.generate import generate_ids
+    ) -> Iterator[tuple[list[int], str]]:
+        """Yield all new ids and their text after each token; number: of the prompt."""
+        from titanlite.models.generate import generate_ids, text_after
 
-        return generate_ids(
+        ids: list[int] = []
+        for token in generate_ids(
             self.model,
             prompt,
             max_tokens=max_tokens,
@@ -86,20 +86,10 @@ class LoadedModel:
             head=self.head,
             vocab=self.tokenizer.vocab_size,
             number=number,
-        )
-
-    def text_of(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
-        """Return the text of new ids, without one that stops."""
-        from titanlite.models.generate import text_after
-
-        is_stopped = bool(ids) and ids[-1] in self.stop_ids
-        return text_after(self.tokenizer, prompt, ids[: len(ids) - is_stopped])
-
-    def finish(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
-        """Return why the text ended: "stop", "context" or "length"."""
-        if ids[-1] in self.stop_ids:
-            return "stop"
-        return "context" if len(prompt) + len(ids) >= self.limit else "length"
+        ):
+            ids.append(token)
+            shown = [one for one in ids if one not in self.stop_ids]
+            yield ids, text_after(self.tokenizer, prompt, shown)
 
 
 def add_arguments(parser: Parser) -> None:
@@ -137,7 +127,6 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
     from titanlite.models import get_spec
 
     setup_console(0, None, sys.stderr)  # standard output has the result alone
-    started = time.perf_counter()
     device = choose_device(arguments.device)
     dtype = getattr(torch, arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     path = to_path(arguments.checkpoint)
@@ -163,11 +152,7 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
         more = parse_json(generation.read_bytes()).get("eos_token_id")
         stop_ids |= {more} if isinstance(more, int) else set(more or [])
     size = human_count(sum(parameter.numel() for parameter in model.parameters()))
-    seconds = human_time(time.perf_counter() - started)
     step = f", step {source.step}" if source.step else ""
-    step += ", averaged" * arguments.ema
-    if source.adapters is not None:
-        step += f", with adapters of rank {source.adapters.adapters.rank}"
     return LoadedModel(
         path=str(source.path),
         step=source.step,
@@ -180,7 +165,7 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
         template_date=data.get("template_date"),
         stop_ids=frozenset(stop_ids),
         summary=f"{source.path}: {source.family}{step}, {size} parameters in {str(dtype)[6:]} on "
-        f"{device}, context {args.max_seq_len:,} tokens, loaded in {seconds}",
+        f"{device}, context {args.max_seq_len:,} tokens",
     )
 
 

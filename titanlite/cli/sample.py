@@ -6,15 +6,13 @@ No torch until the prompts are read.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.store_paths import to_path
-from titanlite.cli import at_least
 from titanlite.cli.argument_parser import Commands, new_command
 from titanlite.cli.checkpoint_folders import check_weights
 from titanlite.cli.loading import LoadedModel, add_arguments, load_model
@@ -43,29 +41,18 @@ def add_command(commands: Commands) -> None:
     add("prompts", "a prompt (default: standard input)", "TEXT", nargs="*")
     chat = "each prompt is a user's message, rendered by the chat template; without TEXT a dialogue"
     add("--chat", chat)
-    add("--max-tokens", "most tokens to write (default: 256)", "N", type=at_least(1), default=256)
+    add("--max-tokens", "most tokens to write (default: 256)", "N", type=int, default=256)
     greedy = "0: always the most probable token (default: 1)"
-    add("--temperature", greedy, "T", type=_number(0, math.inf), default=1.0)
-    top_k = "draw from the K most probable tokens (0: all)"
-    add("--top-k", top_k, "K", type=at_least(0), default=0)
-    top_p = "draw from the fewest that sum to P (1: all)"
-    add("--top-p", top_p, "P", type=_number(1e-6, 1), default=1.0)
-    seed = "the same seed gives the same text (default: 0)"
-    add("--seed", seed, "N", type=at_least(0), default=0)
+    add("--temperature", greedy, "T", type=float, default=1.0)
+    add("--top-k", "draw from the K most probable tokens (0: all)", "K", type=int, default=0)
+    add("--top-p", "draw from the fewest that sum to P (1: all)", "P", type=float, default=1.0)
+    add("--seed", "the same seed gives the same text (default: 0)", "N", type=int, default=0)
     add("--json", "print a JSON object")
 
 
-def _number(low: float, high: float) -> Callable[[str], float]:
-    def number(text: str) -> float:
-        value = float(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"expected {low:g} to {high:g}, got {text}")
-        return value
-
-    return number
-
-
 def _run(arguments: argparse.Namespace) -> str:
+    numbers = (arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+    _check(arguments.max_tokens, *numbers)
     check_weights(to_path(arguments.checkpoint))
     prompts = arguments.prompts
     is_dialogue = arguments.chat and not prompts and not arguments.json
@@ -75,7 +62,7 @@ def _run(arguments: argparse.Namespace) -> str:
     from titanlite.models.generate import Sampling
 
     say(loaded.summary)
-    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+    sampling = Sampling(*numbers)
     if is_dialogue:
         from titanlite.cli.chat import hold_dialogue
 
@@ -91,12 +78,9 @@ def _run(arguments: argparse.Namespace) -> str:
         return to_json({**about, "tokens_per_second": speed, "samples": samples})
     say(f"{counted(tokens, 'tokens')}, {speed:,.1f} tokens/s")
     arguments.verbatim = True
-    texts = []
-    for prompt, one in zip(prompts, found, strict=True):
-        lead = prompt
-        if arguments.chat:
-            lead = f"> {prompt}\n" if len(prompts) > 1 else ""
-        texts.append(lead + one["text"])
+    texts = [one["text"] for one in found]
+    if not arguments.chat:
+        texts = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
     text = "\n\n".join(texts)
     # A terminal obeys no control characters that a model writes.
     return escape(text, verbatim=True) if sys.stdout.isatty() else text
@@ -134,15 +118,12 @@ def generate(  # noqa: PLR0913
     ema: take the average of the weights.
     trust_code: import the model that a checkpoint names (SECURITY.md).
 
-    Raises CheckpointError, DataError for the tokenizer or the prompt, ConfigError for the device or
-    untrusted code, and ValueError for a number out of its range.
+    Raises CheckpointError, ConfigError for the device or untrusted code, and DataError for the
+    tokenizer, the prompt or a number out of its range.
     """
     from titanlite.models.generate import Sampling
 
-    if not (max_tokens >= 1 and temperature >= 0 and top_k >= 0 and 0 < top_p <= 1 and seed >= 0):
-        raise ValueError(
-            "expected max_tokens >= 1, temperature >= 0, top_k >= 0, 0 < top_p <= 1 and seed >= 0"
-        )
+    _check(max_tokens, temperature, top_k, top_p, seed)
     options = {"device": device, "dtype": dtype, "tokenizer": tokenizer, "ema": ema}
     loaded = load_model(
         argparse.Namespace(
@@ -152,6 +133,13 @@ def generate(  # noqa: PLR0913
     sampling = Sampling(temperature, top_k, top_p, seed)
     text: str = _continued(loaded, [prompt], chat, max_tokens, sampling)[0]["text"]
     return text
+
+
+def _check(max_tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
+    if not (max_tokens >= 1 and temperature >= 0 and top_k >= 0 and 0 < top_p <= 1 and seed >= 0):
+        raise DataError(
+            "expected max-tokens >= 1, temperature >= 0, top-k >= 0, 0 < top-p <= 1 and seed >= 0"
+        )
 
 
 def _continued(
@@ -175,13 +163,9 @@ def _continued(
         encoded.append(ids)
     found = []
     for number, ids in enumerate(encoded):
-        written = list(loaded.generate(ids, max_tokens, sampling, number))
-        found.append(
-            {
-                "text": loaded.text_of(ids, written),
-                "ids": written,
-                "prompt_tokens": len(ids),
-                "finish": loaded.finish(ids, written),
-            }
-        )
+        *_, (written, text) = loaded.write(ids, max_tokens, sampling, number)
+        finish = "context" if len(ids) + len(written) >= loaded.limit else "length"
+        if written[-1] in loaded.stop_ids:
+            finish = "stop"
+        found.append({"text": text, "ids": written, "prompt_tokens": len(ids), "finish": finish})
     return found

@@ -100,6 +100,8 @@ class Training(Section, frozen=True):
     """
     compile: bool = False
     """torch.compile, per block, and the loss."""
+    attention_kernel: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
+    """The kernel of attention that a GPU tries first. auto: its fastest (docs/models.md)."""
     gc_freq: Count = 50
     """Collect garbage on all ranks together every gc_freq steps."""
     seed: Seed = 0

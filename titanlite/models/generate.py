@@ -1,6 +1,6 @@
 """Text from a model, token by token: each pass takes all tokens.
 
-    for token in generate_ids(model, [1, 5, 7], max_tokens=64, limit=2048):
+    for token in generate_ids(model, [1, 5, 7], max_tokens=64, limit=2048, …):
         ...
 
 `titanlite sample` and `titanlite.generate` use it.
@@ -56,34 +56,29 @@ def generate_ids(  # noqa: PLR0913
     *,
     max_tokens: int,
     limit: int,
-    sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
-    stop_ids: Collection[int] = (),
-    head: str = "output",
-    vocab: int | None = None,
-    number: int = 0,
+    sampling: Sampling,
+    stop_ids: Collection[int],
+    head: str,
+    vocab: int | None,
+    number: int,
 ) -> Iterator[int]:
     """Yield new ids after a prompt, at most `max_tokens`.
 
     The last is one of `stop_ids`, or the text has `limit` tokens with its prompt.
 
-    prompt: at least one id and fewer than limit. head: the linear for logits, for the last token
-    alone. vocab: ids to draw from, where the vocabulary is padded. number: of the text, which
-    draws from its own generator, seeded by the seed and it.
+    model: in evaluation mode. prompt: at least one id and fewer than limit. head: the linear for
+    logits, for the last token alone. vocab: ids to draw from, where the vocabulary is padded.
+    number: of the text, which draws from its own generator, seeded by the seed and it.
     """
     ids = [*prompt]
     device = next(model.parameters()).device
     draws = np.random.default_rng([sampling.seed, number])
-    was_training = model.training
-    model.eval()
-    try:
-        for _ in range(min(max_tokens, limit - len(prompt))):
-            logits = _last_logits(model, head, torch.tensor([ids], device=device))[:vocab]
-            ids.append(_draw(logits, sampling, draws))
-            yield ids[-1]
-            if ids[-1] in stop_ids:
-                return
-    finally:
-        model.train(was_training)
+    for _ in range(min(max_tokens, limit - len(prompt))):
+        logits = _last_logits(model, head, torch.tensor([ids], device=device))[:vocab]
+        ids.append(_draw(logits, sampling, draws))
+        yield ids[-1]
+        if ids[-1] in stop_ids:
+            return
 
 
 def _last_logits(model: nn.Module, head: str, tokens: Tensor) -> Tensor:
