@@ -22,6 +22,7 @@ OWN_NAMES = {"CHANGELOG.md", "log.md", "add-a-feature.md"}
 PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted(DOCS.rglob("*.md")),
+    ROOT / "titanlite" / "README.md",
     ROOT / "titanlite" / "plan" / "FORMULAS.md",
     ROOT / "tests" / "failures" / "README.md",
     ROOT / "tests" / "nullgpu" / "README.md",

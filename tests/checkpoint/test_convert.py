@@ -15,7 +15,6 @@ from torch import nn
 
 from tests.support.checkpoints import PRINTS, flip, names, options
 from tests.support.pool import Pools
-from tests.support.processes import python
 from tests.support.s3 import Storage
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError
@@ -26,7 +25,6 @@ from titanlite.cli.main import main
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import LlamaArgs, RopeScaling, get_spec
 from titanlite.models.args import as_record
-from titanlite.models.rope_scaling import LinearScaling, YarnScaling
 
 ARGS = LlamaArgs(
     dim=48, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=96, multiple_of=16, rope_theta=5e5
@@ -36,8 +34,6 @@ SHAPES = {
     "plain": ARGS,
     "tied": replace(ARGS, tied=True),
     "scaled": replace(ARGS, rope_scaling=SCALED),
-    "yarn": replace(ARGS, rope_scaling=YarnScaling(8.0, 16, mscale=0.5, mscale_all_dim=1.0)),
-    "linear": replace(ARGS, rope_scaling=LinearScaling(4.0)),
 }
 
 
@@ -88,9 +84,6 @@ def test_transformers_computes_the_same_logits_and_the_way_back_is_exact(
     files = sorted(path.name for path in target.iterdir())
     assert ("model.safetensors" in files) != in_shards
     assert ("model.safetensors.index.json" in files) == in_shards
-    assert len({path.stat().st_mode for path in target.iterdir()}) == 1, (
-        "who may read the one may read the others"
-    )
     theirs = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
     assert theirs.dtype == torch.float32
     with torch.no_grad():
@@ -102,27 +95,6 @@ def test_transformers_computes_the_same_logits_and_the_way_back_is_exact(
     back = open_source(target)
     assert before.keys() == back.empty.keys()
     assert all(torch.equal(before[name], back.read(name)) for name in before)
-
-
-def test_config_says_what_older_transformers_look_for(
-    saved: dict[str, Path], tmp_path: Path
-) -> None:
-    config = json.loads(
-        (convert(saved["scaled"], tmp_path / "hf", "hf", "bfloat16") / "config.json").read_text()
-    )
-    assert config["rope_theta"] == 5e5
-    assert config["rope_scaling"]["factor"] == 8.0
-    assert config["torch_dtype"] == "bfloat16"
-    # As `transformers` 4 writes it, without rope_parameters.
-    older = {
-        name: value for name, value in config.items() if name not in ("rope_parameters", "dtype")
-    }
-    spec = get_spec("llama3")
-    assert (
-        spec.args_from_hf(older)
-        == spec.args_from_hf(config)
-        == replace(SHAPES["scaled"], ffn_dim=SHAPES["scaled"].ffn_width, multiple_of=256)
-    )
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -164,9 +136,7 @@ def test_bad_sources_are_refused_and_leave_nothing(saved: dict[str, Path], tmp_p
     config = json.loads((hf / "config.json").read_text())
     changes: list[tuple[dict[str, Any], str]] = [
         ({"num_hidden_layers": 3}, "missing"),
-        ({"vocab_size": 100}, "1 another shape|2 another shape"),
         ({"attention_bias": True}, "attention_bias is True"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, 'the table of yarn needs a "factor"'),
         ({"tie_word_embeddings": True}, "differs from the embedding"),
     ]
     for number, (change, message) in enumerate(changes):
@@ -194,39 +164,9 @@ def test_command_exports_from_a_folder_or_a_store(
     storage.run(pool(1), _save, storage.root, ARGS)
     hf = tmp_path / "hf"
     assert run(storage.root, hf, "--unchecked").startswith(f"{hf}: ")
-    assert "is there already" in run(storage.root, hf, code=4)
     there = storage.root.parent / "hf"
     if not isinstance(there, Path):
         assert "written to this machine" in run(hf, there, code=4)
-
-
-_LARGE = """
-import resource, sys
-from pathlib import Path
-import torch
-from titanlite.cli.hub.export_weights import convert
-source, target = sys.argv[1:]
-convert(Path(source), Path(target + ".warm"), "hf")
-used = int(open("/proc/self/statm").read().split()[5]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_DATA, (used + (96 << 20),) * 2)
-convert(Path(source + "-large"), Path(target), "hf", shard_bytes=16 << 20)
-"""
-
-
-@pytest.mark.soak
-def test_memory_is_that_of_a_few_tensors(pool: Pools, tmp_path: Path) -> None:
-    """256 MB of weights are converted by a process that may take 96 MB for it."""
-    small = tmp_path / "model"
-    large = tmp_path / "model-large"
-    args = LlamaArgs(dim=512, n_layers=18, n_heads=4, vocab_size=96)
-    for folder, shape in ((small, ARGS), (large, args)):
-        pool(1).run(_save, folder, shape, "float32")
-    # Freed tensors go back to the system at once, as those of a large model do, instead of staying
-    # in pieces.
-    done = python(
-        "-c", _LARGE, small, tmp_path / "out", env={"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_full_disk_is_named_before_it_is_written(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.checkpoints import RUN, sign, train
+from tests.support.checkpoints import RUN, train
 from tests.support.pool import Pools
 from tests.support.whole_runs import make_trainer
 from titanlite.dist.dist_env import DistEnv
@@ -44,18 +44,6 @@ def test_generators_continue_where_each_rank_keeps_its_place(
         assert saved[rank]["draws"] == [_fresh(rank)]
         assert (loaded[rank]["draws"] != [_fresh(rank)]) == continues
         assert any(LINE in notice for notice in loaded[rank]["loaded"].notices) != continues
-
-
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize(("mesh", "continues"), [(FSDP, True), (TENSOR, False)], ids=str)
-def test_an_older_checkpoint_tells_no_places(
-    pool: Pools, tmp_path: Path, mesh: dict[str, Any], continues: bool
-) -> None:
-    run = replace(RUN, **mesh)
-    pool(2).run(train, run, tmp_path, 1, 1, draw=True)
-    sign(tmp_path / "step-1", config={})
-    found = pool(2).run(train, run, tmp_path, 2, 2, draw=True)
-    assert [one["draws"] != [_fresh(rank)] for rank, one in enumerate(found)] == [continues] * 2
 
 
 def _drawn(world: DistEnv, folder: str, *flags: str) -> float:

@@ -5,7 +5,6 @@ refusals.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
 import sys
@@ -16,7 +15,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 import xxhash
 
 from tests.support import s3
@@ -26,6 +24,7 @@ from tests.support.checkpoints import (
     assert_equal,
     flip,
     hand_on,
+    load,
     names,
     options,
     refusal,
@@ -35,14 +34,11 @@ from tests.support.checkpoints import (
 from tests.support.harness import build_tiny
 from tests.support.pool import Pools
 from tests.support.s3 import Storage
-from tests.support.words import listening
-from titanlite.checkpoint import dcp_files
 from titanlite.checkpoint.dcp_files import HashingWriter
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import (
     FORMAT,
     CheckpointError,
-    parse_manifest,
     read_manifest,
     steps_in,
 )
@@ -80,9 +76,6 @@ def test_four_and_four_equal_eight_bit_for_bit(
     assert straight[0]["draws"] != straight[1]["draws"]
     assert_equal(second[0]["weights"], straight[0]["weights"])
     assert_equal(second[0]["state"], straight[0]["state"])
-    assert len([k for k in second[0]["state"] if k.endswith("exp_avg_sq")]) == len(
-        second[0]["weights"]
-    )
     for step in (4, 6, 8):
         assert unequal(storage.root / f"step-{step}", tmp_path / "straight" / f"step-{step}") == []
     loaded = second[0]["loaded"]
@@ -92,9 +85,6 @@ def test_four_and_four_equal_eight_bit_for_bit(
     assert names(storage.root) == ["step-4", "step-6", "step-8"], (
         "that which was resumed from stays"
     )
-    outcomes = [(outcome.step, outcome.problem) for outcome in second[0]["outcomes"]]
-    assert outcomes == ([] if mode == "disabled" else [(6, ""), (8, "")])
-    assert second[1]["outcomes"] == []
 
 
 #: Meshes of four ranks, each of which takes over from the one before it; the last one's checkpoint
@@ -167,31 +157,17 @@ def test_manifest_describes_tensors_and_files(written: Path) -> None:
     }
 
 
-def _load(world: DistEnv, folder: AnyPath, **fields: Any) -> dict[str, Any]:
-    """The result of a load on this rank, and what it logs."""
-    model, optimizer, _ = build_tiny(world, RUN)
-    before = [p.detach().to_local().clone() for p in model.parameters()]  # type: ignore[operator]
-    checkpointer = Checkpointer(options(folder, **fields), world, PRINTS)
-    with listening() as logged:
-        try:
-            loaded = checkpointer.load(model, optimizer)
-        except CheckpointError as error:
-            same = all(
-                torch.equal(p.to_local(), b)
-                for p, b in zip(model.parameters(), before, strict=True)
-            )  # type: ignore[operator]
-            return {"error": str(error), "untouched": same}
-        finally:
-            checkpointer.close()
-    assert loaded is not None
-    return {"step": loaded.step, "notices": loaded.notices, "logged": logged}
-
-
-def _loads(pool: Pools, folder: Path, ranks: int = 2, **fields: Any) -> dict[str, Any]:
-    """The result of a load, which must be the same on all ranks."""
-    results = pool(ranks).run(_load, folder, **fields)
-    assert all(result == results[0] for result in results), results
-    return results[0]
+def _loads(pool: Pools, folder: Path, ranks: int = 2, **fields: Any) -> tuple[int, str]:
+    """The step that is loaded, or 0, and what is said of it: the same on all ranks."""
+    found = []
+    for one in pool(ranks).run(load, RUN, folder, **fields):
+        if one["error"]:
+            assert one["untouched"]
+            found.append((0, one["error"]))
+        else:
+            found.append((one["loaded"].step, "\n".join(one["loaded"].notices)))
+    assert len(set(found)) == 1, found
+    return found[0]
 
 
 @pytest.mark.slow_after(2)
@@ -203,45 +179,20 @@ def test_one_flipped_bit_anywhere_leads_to_the_older_one(
     pool: Pools, copied: Path, name: str, where: float
 ) -> None:
     flip(copied / "step-6" / name, where)
-    found = _loads(pool, copied)
-    assert found["step"] == 3
-    assert "step-6" in found["notices"][0]
-    assert name in found["notices"][0]
+    step, said = _loads(pool, copied)
+    assert step == 3
+    assert "step-6" in said and name in said
 
 
 @pytest.mark.slow
 def test_other_damage_and_fewer_ranks(pool: Pools, copied: Path) -> None:
     flip(copied / "step-6" / "__1_0.distcp", 0.501)
-    found = _loads(pool, copied, ranks=1)
-    assert found["step"] == 3, "one rank reads the files of two"
-    assert any("written on 2 ranks, loaded on 1" in line for line in found["notices"])
-    assert _loads(pool, copied, verify="size")["step"] == 6, "this is what verify = hash is for"
+    step, said = _loads(pool, copied, ranks=1)
+    assert step == 3, "one rank reads the files of two"
+    assert "written on 2 ranks, loaded on 1" in said
+    assert _loads(pool, copied, verify="size")[0] == 6, "this is what verify = hash is for"
     flip(copied / "step-6" / ".metadata")
-    assert _loads(pool, copied, verify="size")["step"] == 3, "the index is always compared"
-    os.truncate(copied / "step-6" / "__0_0.distcp", 1000)
-    assert "has 1000 bytes, the manifest says" in _loads(pool, copied)["notices"][0]
-    (copied / "step-6" / "__0_0.distcp").unlink()
-    assert "__0_0.distcp is missing" in _loads(pool, copied)["notices"][0]
-
-
-@pytest.mark.slow
-def test_the_step_of_a_damaged_one_is_saved_again(pool: Pools, tmp_path: Path) -> None:
-    """Its sizes are right: without the result of the load it would count as valid, and the save
-    would be refused.
-    """
-    pool(2).run(train, RUN, tmp_path, 1, 4, every=2)
-    shard = "__1_0.distcp"
-    flip(tmp_path / "step-4" / shard)
-    damaged = (tmp_path / "step-4" / shard).read_bytes()
-    for result in pool(2).run(train, RUN, tmp_path, 3, 5, every=4, keep_latest_k=2):
-        told = [
-            line for line in result["loaded"].notices if "has changed since it was written" in line
-        ]
-        assert len(told) == 1
-        assert f"step-4/{shard}" in told[0]
-    assert names(tmp_path) == ["step-2", "step-4", "step-4.invalid-0", "step-5"], "2: resumed from"
-    assert (tmp_path / "step-4.invalid-0" / shard).read_bytes() == damaged
-    assert verify(tmp_path / "step-4")[1] == []
+    assert _loads(pool, copied, verify="size")[0] == 3, "the index is always compared"
 
 
 def test_without_a_good_one_the_run_is_refused_and_nothing_changes(
@@ -249,20 +200,16 @@ def test_without_a_good_one_the_run_is_refused_and_nothing_changes(
 ) -> None:
     """To begin a run anew where one was lost would look like success."""
     flip(copied / "step-3" / "__1_0.distcp")
-    demanded = _loads(
-        pool, shutil.copytree(copied / "step-3", copied / "a" / "step-3").parent, load_step=3
-    )
-    assert demanded["untouched"] and "checkpoint.load_step = 3" in demanded["error"], (
-        "never replaced by another"
-    )
+    alone = shutil.copytree(copied / "step-3", copied / "a" / "step-3").parent
+    step, said = _loads(pool, alone, load_step=3)
+    assert step == 0 and "checkpoint.load_step = 3" in said, "never replaced by another"
     flip(copied / "step-6" / "__1_0.distcp")
     for start in ("resume-or-fresh", "resume"):
-        found = _loads(pool, copied, start=start)
-        assert found["untouched"]
-        assert "has no valid checkpoint" in found["error"]
-        assert all(f"step-{step}/__1_0.distcp" in found["error"] for step in (3, 6))
-        assert "--job.dump_folder" in found["error"]
-        assert (f'"{start}"' in found["error"]) == (start == "resume")
+        step, said = _loads(pool, copied, start=start)
+        assert step == 0 and "has no valid checkpoint" in said
+        assert all(f"step-{step}/__1_0.distcp" in said for step in (3, 6))
+        assert "--job.dump_folder" in said
+        assert (f'"{start}"' in said) == (start == "resume")
 
 
 def _damage(folder: AnyPath) -> None:
@@ -344,34 +291,6 @@ def test_what_changes_on_its_way_is_not_published(
     assert verify(storage.root / "step-3")[1] == []
 
 
-def _read_back(world: DistEnv, folder: Path) -> str:
-    """The error of a save where rank 1 cannot read back."""
-    model, optimizer, _ = build_tiny(world, RUN)
-    saver = Checkpointer(options(folder), world, PRINTS)
-    real = dcp_files.check_files
-
-    def check_files(*arguments: Any) -> list[str]:
-        if world.rank == 1:
-            raise RuntimeError("can't start new thread")
-        return real(*arguments)
-
-    with (
-        patch.object(dcp_files, "check_files", check_files),
-        pytest.raises(CheckpointError) as failure,
-    ):
-        saver.save(1, model, optimizer, {})
-        saver.wait()
-    saver.close()
-    return str(failure.value)
-
-
-def test_a_rank_that_cannot_read_back_fails_the_save_of_all(pool: Pools, tmp_path: Path) -> None:
-    for error in pool(2).run(_read_back, tmp_path):
-        assert "rank 1 cannot read" in error
-        assert "can't start new thread" in error
-    assert steps_in(tmp_path) == []
-
-
 def _denied(world: DistEnv, folder: AnyPath) -> str:
     """A load where the store denies access to a shard of rank 1."""
     real = StorePath.open
@@ -382,7 +301,7 @@ def _denied(world: DistEnv, folder: AnyPath) -> str:
         return real(path, mode, buffering)
 
     with patch.object(StorePath, "open", denied):
-        return str(_load(world, folder)["error"])
+        return str(load(world, RUN, folder)["error"])
 
 
 @pytest.mark.slow
@@ -412,13 +331,3 @@ def test_refusals_name_the_way_out(pool: Pools, tmp_path: Path) -> None:
         "no valid checkpoint"
         in pool(1).run(refusal, RUN, tmp_path / "new", 1, 2, start="resume")[0]
     )
-
-
-def test_a_start_clears_leftovers(pool: Pools, tmp_path: Path) -> None:
-    for name in (".partial-step-9-0123abcd", ".deleted-step-2-0123abcd"):
-        (tmp_path / name).write_bytes(b"")
-    (tmp_path / "step-9").mkdir()
-    (tmp_path / "step-9" / "__0_0.distcp").write_bytes(b"half")
-    pool(1).run(train, RUN, tmp_path, 1, 2)
-    assert names(tmp_path) == ["step-2"]
-    assert parse_manifest(tmp_path / "step-2").seconds

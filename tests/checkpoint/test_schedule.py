@@ -57,17 +57,3 @@ def test_the_clock_of_rank_0_decides_for_all_and_is_seldom_asked(pool: Pools) ->
     assert all(100 <= gap <= 100 * 33 / 32 for gap in gaps), "late by a thirty-second at most"
     assert here["met"] == there["met"]
     assert len(here["met"]) < 1200
-
-
-def test_the_pace_may_change(pool: Pools) -> None:
-    config = Checkpoint(interval=5, interval_type="seconds")
-    assert pool(2).run(_ask, config, [7.0] * 6)[1]["due"] == [2, 3, 4, 5, 6], (
-        "longer than the interval"
-    )
-    config = Checkpoint(interval=160, interval_type="seconds")
-    (found, _) = pool(2).run(_ask, config, [1.0] * 100 + [5.0] * 40)
-    assert 160 <= found["times"][0] - 1.0 <= 160 + 5 * 10, "late by little"
-    # The run goes back from step 59 to step 20.
-    config = Checkpoint(interval=50, interval_type="seconds")
-    (found, _) = pool(2).run(_ask, config, [1.0] * 160, steps=[*range(1, 60), *range(20, 120)])
-    assert found["times"] == [51, 101, 151]

@@ -6,33 +6,28 @@ Most other tests here use stores too.
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.support import s3
+from tests.support.checkpoints import MANIFEST, SHARD, options
 from tests.support.locks import compete
 from tests.support.pool import free_port
 from tests.support.processes import python
 from titanlite import exit_codes
 from titanlite.assembly.folders import lock_folders
-from titanlite.checkpoint.manifest import CheckpointError
+from titanlite.checkpoint.manifest import CheckpointError, find, steps_in
+from titanlite.checkpoint.retention import Deleter, begin, clear_leftovers, prune, publish
 from titanlite.checkpoint.store_paths import StoreError, StorePath, entries, to_path
 from titanlite.cli.main import main
 from titanlite.config.load import load
 from titanlite.config.sections import Checkpoint
-
-
-def test_paths() -> None:
-    assert to_path("outputs/a") == Path("outputs/a")
-    assert to_path("file:///tmp/a%20b") == Path("/tmp/a b")
-    url = to_path("s3://bucket//run/checkpoint/")
-    assert isinstance(url, StorePath)
-    assert str(url) == "s3://bucket/run/checkpoint"
-    assert url.name == "checkpoint"
-    assert str(url.parent / "x") == "s3://bucket/run/x"
-    assert url == to_path("S3://bucket/run/checkpoint")
-    assert len({url, StorePath(str(url))}) == 1
+from titanlite.runs.lock import LockedError, RunLock
 
 
 def test_urls_that_cannot_work_are_refused_with_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,3 +132,39 @@ def test_of_runs_that_start_together_one_holds_a_url_and_a_killed_one_is_taken_o
     assert list(bucket.objects()) == ["run/checkpoint/run.lock"]
     assert compete(bucket.path, 4) == (1, 3)
     assert bucket.objects() == {}
+
+
+@pytest.fixture
+def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StorePath:
+    def refused(files: MemoryFileSystem, path: str) -> None:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(MemoryFileSystem, "rm_file", refused)
+    # Clients report nothing where they delete several objects.
+    monkeypatch.setattr(MemoryFileSystem, "rm", lambda *_, **__: None)
+    return StorePath(f"memory://{tmp_path.name}/run")
+
+
+def test_saves_work_and_old_checkpoints_stay(locked: StorePath) -> None:
+    deleter = Deleter()
+    for step in (2, 4, 6):
+        clear_leftovers(locked, step, deleter)
+        folder: Any = begin(locked, step)
+        (folder / "shard").write_bytes(SHARD)
+        publish(folder, replace(MANIFEST, step=step, validation_loss=1.0))
+        with pytest.raises(StoreError, match="access denied") if step > 2 else nullcontext():
+            deleter.delete(prune(locked, step, options(locked, keep_latest_k=1)))
+        assert deleter.wait(60)
+        found = find(locked)
+        assert found.manifest is not None
+        assert (found.manifest.step, found.passed) == (step, [])
+    assert steps_in(locked) == [2, 4, 6]
+
+
+def test_a_lock_that_cannot_be_deleted_is_released_and_taken_over(locked: StorePath) -> None:
+    for _ in range(2):
+        with (
+            RunLock(locked),
+            pytest.raises(LockedError, match="belongs to a run that is alive"),
+        ):
+            RunLock(locked).__enter__()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from tests.support.whole_runs import losses_of, make_trainer, train_run
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, steps_in
 from titanlite.checkpoint.resume import save_seed
 from titanlite.cli.hub.compare_checkpoints import Contents
+from titanlite.data.loader import TrainLoader
 from titanlite.dist.dist_env import DistEnv
 from titanlite.runs.attempts import read_entries
 
@@ -49,6 +52,15 @@ def test_last_save_holds_weights_only(pool: Pools, tmp_path: Path) -> None:
     error = pool(2).run(train_run, str(tmp_path / "only"), *flags, "--training.steps=6")[0]["error"]
     assert "step-4 holds weights only" in error
     assert "checkpoint.initial_load_path" in error
+    start = ["--training.steps=1", "--optimizer.lr=0"]
+    start += [f"--checkpoint.initial_load_path={root}/step-4", "--optimizer.weight_decay=0"]
+    found = pool(2).run(train_run, str(tmp_path / "next"), *start)[0]
+    assert any("are converted" in line for line in found["said"])
+    begun = Contents(tmp_path / "next" / "checkpoint" / "step-1")
+    assert all(torch.equal(begun.read(name), last.read(name).float()) for name in weights)
+    whole = [*start, "--no-checkpoint.initial_load_model_only"]
+    error = pool(2).run(train_run, str(tmp_path / "whole"), *whole)[0]["error"]
+    assert "checkpoint.initial_load_model_only = true" in error
     shutil.move(root / "step-4", tmp_path / "step-4")
     assert pool(2).run(train_run, str(tmp_path / "only"), *flags)[0]["step"] == 4
     assert unequal(root / "step-4", tmp_path / "full" / "checkpoint" / "step-4") == []
@@ -78,7 +90,7 @@ def test_a_run_that_has_ended_stays_as_it_is_when_the_last_save_gets_another_for
     pool(1).run(train_run, str(tmp_path), *flags)
     flags += ["--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
     found = pool(1).run(train_run, str(tmp_path), *flags)[0]
-    assert _said(found, "nothing to do")
+    assert "raise training.steps" in _said(found, "nothing to do")
     assert steps_in(tmp_path / "checkpoint") == [2]
     assert not (tmp_path / "checkpoint" / "step-2-hf").exists()
 
@@ -112,17 +124,72 @@ def test_a_run_from_the_seed_is_a_fresh_run_bit_for_bit(
     there = pool(ranks).run(train_run, str(fresh), *flags)[0]
     assert _said(here, "resumed from step 0")
     assert losses_of(here["rows"]) == losses_of(there["rows"])
-    assert sorted(losses_of(here["rows"])) == [
-        1,
-        2,
-        3,
-    ]
+    assert sorted(losses_of(here["rows"])) == [1, 2, 3]
     sides = root / "step-3", fresh / "checkpoint" / "step-3"
     assert unequal(*sides) == []
-    manifests = [read_manifest(side) for side in sides]
-    assert all(
-        manifests[0].train[key] == manifests[1].train[key]
-        for key in ("data", "tokens_seen", "global_batch")
+    seeded_train, fresh_train = (read_manifest(side).train for side in sides)
+    for key in ("data", "tokens_seen", "global_batch"):
+        assert seeded_train[key] == fresh_train[key]
+
+
+@pytest.fixture(scope="module")
+def left(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two ranks that was lost at step 6; its checkpoint is of step 4."""
+    folder = tmp_path_factory.mktemp("left")
+    pool(2).run(train_run, str(folder), "--training.steps=6", "--checkpoint.interval=4")
+    shutil.rmtree(folder / "checkpoint" / "step-6")
+    return folder
+
+
+def _resume(
+    pool: Pools, ranks: int, left: Path, folder: Path, *flags: str, function: Any = train_run
+) -> dict[str, Any]:
+    shutil.copytree(left, folder)
+    found: dict[str, Any] = pool(ranks).run(function, str(folder), *flags, "--training.steps=6")[0]
+    return found
+
+
+def test_a_run_that_goes_on_on_other_ranks_is_verified(
+    pool: Pools, left: Path, tmp_path: Path
+) -> None:
+    assert _said(_resume(pool, 1, left, tmp_path / "run"), "resume verified") == (
+        "resume verified at step 4: every file is as it was written; the next batch is the one "
+        "that was to come"
     )
-    assert manifests[0].config["model"]["dim"] == 64
-    assert "WORLD_SIZE" in manifests[0].environment
+
+
+def _late(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
+    """A run whose loader begins one step later than it was told."""
+    move = TrainLoader.load_state_dict
+
+    def late(self: TrainLoader, state: dict[str, int]) -> None:
+        move(self, {"next_sequence": state["next_sequence"] + 8})
+
+    with patch.object(TrainLoader, "load_state_dict", late):
+        return train_run(world, folder, *flags, "--data.prefetch=0")
+
+
+@pytest.mark.slow
+def test_a_skipped_batch_is_found(pool: Pools, left: Path, tmp_path: Path) -> None:
+    found = _resume(pool, 2, left, tmp_path / "run", function=_late)
+    line = _said(found, "RESUME NOT VERIFIED at step 4: every file is as it was written;")
+    assert line.endswith("the next batch is not the one that was to come then")
+
+
+@pytest.mark.slow
+def test_schedule_and_text_can_begin_anew(pool: Pools, left: Path, tmp_path: Path) -> None:
+    anew = "--checkpoint.exclude_from_loading=lr_scheduler,dataloader"
+    found = _resume(pool, 2, left, tmp_path / "run", anew, "--checkpoint.interval=5")
+    before = losses_of(
+        json.loads(line) for line in (left / "metrics.jsonl").read_text().splitlines()
+    )  # type: ignore[arg-type]
+    now = losses_of(found["rows"])
+    assert [now[step][2] for step in (5, 6)] == [before[step][2] for step in (1, 2)]
+    assert any("but with new schedule, text" in line for line in found["said"])
+    assert _said(found, "resume verified").endswith(
+        "the next batch is another one, as allowed: dataloader"
+    )
+    shutil.rmtree(tmp_path / "run" / "checkpoint" / "step-6")
+    again = pool(2).run(train_run, str(tmp_path / "run"), "--training.steps=6", anew)[0]
+    assert losses_of(again["rows"])[6] == now[6], "the schedule and the text continue"
+    assert _said(again, "resume verified").endswith("the next batch is the one that was to come")

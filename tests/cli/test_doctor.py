@@ -47,12 +47,10 @@ def test_every_check_is_documented_and_no_secret_is_shown(
 
 def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "cannot be written to" in found(lambda: doctor._folder("/proc"), ERROR)
-    assert found(lambda: doctor._folder(str(tmp_path)), ERROR) == ""
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now - 60)
-    assert re.search(
-        r"differs by \+[3-6]\d s", found(lambda: doctor._folder(str(tmp_path)), WARNING)
-    )
+    said = found(lambda: doctor._folder(str(tmp_path)), WARNING)
+    assert re.search(r"differs by \+[3-6]\d s", said)
 
 
 def test_the_interface_that_gloo_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def test_what_fits_is_accepted(tmp_path: Path) -> None:
     check_config(words(f"{AC}mode=budget {COMPILE}"), 1, training=False)
     resolve(load(words(f"{CP}=2 validation.seq_len=34")), 4)[1]  # nothing is validated
     run = resolve(load(words(f"{CP}=2 training.reshard_after_forward=4 training.prefetch=1")), 4)[1]
-    assert (run.mesh.weight_shards, run.warnings) == (4, ()), "all ranks that share weights count"
+    assert (run.mesh.weight_shards, run.notes) == (4, ()), "all ranks that share weights count"
     check_config(words(f"training.dataset=c4 training.dataset_path={tmp_path}"), 1)
     check_config(
         words("float8.filter_fqns=output profiling.profile_freq=100 optimizer.kahan=true"), 1

@@ -127,19 +127,6 @@ def test_broken_toml_is_named_with_its_line(text, line):
     assert f"line {line}" in problem.message
 
 
-def test_missing_file_names_the_nearest_config(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("train_configs").mkdir()
-    Path("train_configs/llama9_8b.toml").write_text("")
-    (problem,) = problems("--job.config_file", "lama9_8b.toml")
-    assert (problem.where, problem.key, problem.code) == (
-        "command line",
-        "job.config_file",
-        "no-file",
-    )
-    assert "llama9_8b.toml" in problem.remedy
-
-
 def test_files_that_cannot_be_read_are_named_where_they_are_written(tmp_path):
     (tmp_path / "bin.toml").write_bytes(b"\xff\xfe\x00")
     for path, reason in ((tmp_path, "directory"), (tmp_path / "bin.toml", "not UTF-8")):

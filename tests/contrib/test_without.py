@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ TINY = (
 #: Tests of the core that run without any of them.
 CORE = (
     "tests/config/test_layers.py",
-    "tests/checkpoint/test_manifest.py",
+    "tests/checkpoint/test_retention.py",
 )
 
 
@@ -50,38 +49,53 @@ def copy_without(folder: Path, *names: str) -> Path:
     return folder
 
 
-def titanlite(root: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    """Run the command of a copy."""
-    return python("-m", "titanlite", *words, cwd=root, env={"PYTHONPATH": str(root)})
-
-
 def test_each_folder_is_here() -> None:
     found = {path.parent.name for path in (ROOT / "titanlite" / "contrib").glob("*/README.md")}
     assert found == set(FOLDERS)
 
 
+#: Imports all that is there, then runs commands; prints the exit code and the words of each.
+COMMANDS = """
+import contextlib, importlib, io, json, pkgutil, sys
+import titanlite
+from titanlite.cli.main import main
+
+for module in pkgutil.walk_packages(titanlite.__path__, "titanlite."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+for words in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            code = main(words)
+        except SystemExit as end:
+            code = end.code
+    print(json.dumps([code, said.getvalue()]))
+"""
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", FOLDERS)
-def test_commands_and_keys_of_a_missing_folder_are_refused_by_one_line(
+def test_all_else_works_without_a_folder_and_its_commands_and_keys_are_refused_by_one_line(
     name: str, tmp_path: Path
 ) -> None:
     copy = copy_without(tmp_path, name)
     commands, flags = FOLDERS[name]
+    check = ["config", "check", "debug_model.toml"]
+    asked = [[command, "debug_model.toml"] for command in commands]
+    asked += [["--help"], check, [*check, *flags]]
+    done = python("-c", COMMANDS, json.dumps(asked), cwd=copy, env={"PYTHONPATH": str(copy)})
+    assert done.returncode == 0, done.stderr
+    *refused, (_, help), plain, (code, said) = map(json.loads, done.stdout.splitlines())
     lack = f"needs titanlite.contrib.{name}, which is not installed"
-    for command in commands:
-        done = titanlite(copy, command, "debug_model.toml")
-        assert done.returncode == 2
-        assert done.stderr == f"error: `titanlite {command}` {lack}\n"
-    help = titanlite(copy, "--help")
-    listed = set(re.findall(r"^ +([a-z]+)", help.stdout, re.M))
-    every = [command for commands, _ in FOLDERS.values() for command in commands]
+    assert refused == [[2, f"error: `titanlite {command}` {lack}\n"] for command in commands]
+    every = {command for commands, _ in FOLDERS.values() for command in commands}
+    listed = set(re.findall(r"^ +([a-z]+)", help, re.M))
     assert {"train", "plan", *every} - listed == set(commands)
-    assert titanlite(copy, "config", "check", "debug_model.toml").returncode == 0
+    assert plain[0] == 0
     if flags:
         key = flags[-1].strip("-").partition("=")[0]
-        done = titanlite(copy, "config", "check", "debug_model.toml", *flags)
-        assert done.returncode == 2
-        assert f"command line: {key}: {lack}\n" in done.stderr
+        assert code == 2 and f"command line: {key}: {lack}\n" in said
 
 
 @pytest.mark.slow
@@ -95,7 +109,24 @@ def test_a_run_trains_and_tests_of_the_core_pass_without_contrib(tmp_path: Path)
 
 def losses(root: Path, dump: Path) -> list[float]:
     """Train with a copy; return the losses."""
-    done = titanlite(root, "train", "debug_model.toml", *TINY, SAVES, f"--job.dump_folder={dump}")
+    words = ["-m", "titanlite", "train", "debug_model.toml", *TINY, SAVES]
+    env = {"PYTHONPATH": str(root)}
+    done = python(*words, f"--job.dump_folder={dump}", cwd=root, env=env)
     assert done.returncode == 0, done.stderr
     lines = (dump / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
+
+
+#: Imports for type checkers alone.
+TYPES = re.compile(r"if TYPE_CHECKING:\n(?:    .*\n|\n)+")
+
+
+def test_the_core_names_contrib_in_the_table_of_doors_alone() -> None:
+    library = ROOT / "titanlite"
+    found = set()
+    for file in library.rglob("*.py"):
+        place = file.relative_to(library)
+        text = TYPES.sub("", file.read_text(encoding="utf-8"))
+        if place.parts[0] != "contrib" and re.search(r"(from |import |\")titanlite\.contrib", text):
+            found.add(str(place))
+    assert found == {"doors.py"}

@@ -13,6 +13,7 @@ import torch
 
 from tests.support.texts import make_corpus
 from titanlite.config.data_sections import Data, DataSource
+from titanlite.config.errors import ConfigError
 from titanlite.data import DataError, EndOfData, best_fit, loader
 from titanlite.data.batch_hash import batch_hash
 from titanlite.data.best_fit import BestFitDataset
@@ -115,7 +116,7 @@ def test_a_stream_is_refused_with_the_other_ways() -> None:
     tokenizer = load_tokenizer()
     reader = TextReader(Data(streaming=True, packing="best-fit"), tokenizer, tokenizer.vocab_size)
     source = DataSource(path=str(BUNDLED["c4_test"]))
-    with pytest.raises(DataError, match="titanlite data prepare.*data.streaming = false"):
+    with pytest.raises(ConfigError, match="titanlite data prepare.*data.streaming = false"):
         reader.open(source, "training", 8, None)
 
 

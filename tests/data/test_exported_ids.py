@@ -240,5 +240,5 @@ def test_texts_end_where_turns_end(
     )
     given = transformers.GenerationConfig.from_pretrained(tmp_path)
     ends = [ours.eos_id, ours.special_tokens["<|eot_id|>"], ours.special_tokens[name]]
-    assert given.eos_token_id == [*([1] if beside else []), *ends]
+    assert given.eos_token_id == ([1, *ends] if beside else ends)
     assert (given.top_p == 0.9) == bool(beside)

@@ -253,10 +253,6 @@ BAD = {
         lambda f: _llmc_head(f / "a.bin", 20240520, 2, 4),
         "a.bin is llm.c's, of version 2; expected version 1",
     ),
-    "numpy, broken header": (
-        lambda f: _cut(_numpy_of(f, np.arange(9, dtype="<u2")), 100),
-        "a.npy: no array of numpy",
-    ),
     "numpy, fractions": (
         lambda f: _numpy_of(f, np.ones(9)),
         r"a.npy: expected one row of whole numbers, found float64 of shape \(9,\)",

@@ -17,6 +17,7 @@ from tests.support.processes import ROOT
 from tests.support.texts import write_texts
 from tests.support.token_folders import write_prepared
 from titanlite.config.data_sections import Data, DataSource, Validation
+from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.dataset_builder import TextReader, build_dataset
@@ -194,7 +195,7 @@ def test_the_order_of_a_source_does_not_depend_on_the_others(folder: Path) -> No
         DataSource(name="numbers", path=str(folder), weight=3),
         DataSource(name="one", path=str(folder / "1.jsonl"), epochs=1),
     ]
-    with pytest.raises(DataError, match="a stream, whose length is not known"):
+    with pytest.raises(ConfigError, match="epochs: needs the length of all of"):
         read(Data(source=sources, streaming=True), Training(seq_len=32))
     mixed = read(Data(source=sources), Training(seq_len=32))
     assert isinstance(mixed, MixedRows)

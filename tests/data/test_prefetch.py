@@ -75,9 +75,7 @@ def test_steps_and_states_are_those_of_the_loader(corpus: Corpus, depth: int, sk
         for _ in range(12):
             expected = plain.next_step()
             found = batches.next_step()
-            for x, y in zip(found, expected, strict=True):
-                assert torch.equal(x.tokens, y.tokens)
-                assert torch.equal(x.labels, y.labels)
+            assert [batch_hash([one]) for one in found] == [batch_hash([one]) for one in expected]
             assert batches.state_dict() == plain.state_dict()
             assert len(threads()) == (depth > 0)
         eventually(lambda: inner.position == plain.position + depth * GLOBAL)

@@ -4,6 +4,7 @@ the same.
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from pathlib import Path
@@ -11,13 +12,18 @@ from pathlib import Path
 import pytest
 
 from tests.support.faults import PUBLISHED, Fault
-from tests.support.run_results import saved_steps
+from tests.support.processes import python
 from tests.support.train_runs import INTERVAL, STEPS, batches, flags, rows, train, unequal
 from titanlite import exit_codes
 from titanlite.runs.attempts import read_entries
 
 STRUCK = 4
 KEEP = "--checkpoint.keep_latest_k=1"
+
+
+def saved_steps(run: Path) -> list[int]:
+    """Return the steps of the checkpoints of a run that are published."""
+    return [int(path.parent.name[5:]) for path in run.glob("checkpoint/step-?/manifest.json")]
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +88,23 @@ def test_killed_in_a_save(
     assert left == {f"step-{step}" for step in saved_steps(tmp_path)}, (
         "what the kill left is deleted"
     )
+
+
+@pytest.mark.soak
+def test_runs_that_are_killed_end_as_if_they_were_not(tmp_path: Path) -> None:
+    """Copies in the background too, an object store, and local saves with copies; foreground and
+    background are the crash sweep's.
+    """
+    kinds = ["pinned", "store", "copied"]
+    words = ["--kinds", *kinds, "--kills=6", "--steps=24", "--interval=4", "--seed=3"]
+    done = python("benchmarks/crash_soak.py", *words, f"--out={tmp_path / 'soak'}", timeout=1800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Nothing was lost, nothing came twice." in done.stdout
+    tallies = json.loads((tmp_path / "soak.json").read_text())["tallies"]
+    assert [tally["kind"] for tally in tallies] == kinds
+    for tally in tallies:
+        assert tally["kills"] == 2
+        assert tally["runs_finished"] >= 1
+        assert tally["starts"] >= 3
+        assert tally["corruptions_found"] == tally["corruptions"]
+        assert tally["data_lost"] == tally["tensors_unequal"] == 0

@@ -105,19 +105,6 @@ def test_killed_in_a_shared_save_beside_local_ones(
 
 
 @pytest.mark.slow
-def test_an_average_of_the_weights_goes_on_from_a_local_save(tmp_path: Path) -> None:
-    more = ["--optimizer.ema_decay=0.9"]
-    codes, text = train(_arguments(tmp_path / "whole", *more), RANKS, tmp_path / "console")
-    assert codes == [exit_codes.DONE] * RANKS, text
-    arguments = _arguments(tmp_path / "killed", *more)
-    train(arguments, RANKS, tmp_path / "console", Fault("kill", "step", 8, 0))
-    codes, text = train(arguments, RANKS, tmp_path / "console")
-    assert codes == [exit_codes.DONE] * RANKS, text
-    assert _resumed(text) == 7
-    _same(tmp_path / "killed", tmp_path / "whole")
-
-
-@pytest.mark.slow
 def test_a_kill_and_a_lost_node_cost_one_local_interval(tmp_path: Path, straight: Path) -> None:
     arguments = _arguments(tmp_path)
     train(arguments, RANKS, tmp_path / "killed", Fault("kill", "step", 8, 1))

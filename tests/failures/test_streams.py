@@ -96,54 +96,6 @@ def test_a_killed_stream_resumes_exactly_and_on_other_ranks(
 
 
 @pytest.mark.slow
-def test_a_mixture_with_a_stream_and_a_phase_is_the_same_after_a_resume_on_other_ranks(
-    repository: Path, tmp_path: Path
-) -> None:
-    small = f'{{name="small",path="{repository / "datasets/me/small"}",weight=2}}'
-    mixture = [
-        f'--data.source=[{small},{{name="c4_validation"}}]',
-        "--data.phase=[{step=6,weights={c4_validation=1},lr_factor=0.5}]",
-        *STREAM[:2],
-    ]
-    straight = tmp_path / "straight"
-    moved = tmp_path / "moved"
-    codes, console = train(flags(straight, *mixture), 2, tmp_path / "console")
-    assert codes == [0, 0], console
-    for ranks, steps in ((4, 4), (2, STEPS)):
-        codes, console = train(
-            flags(moved, *mixture, f"--training.steps={steps}"), ranks, tmp_path / "console"
-        )
-        assert codes == [0] * ranks, console
-    wanted = global_batches(straight, 2)
-    found = global_batches(moved, 2)
-    assert {step: found[step] for step in range(5, STEPS + 1)} == {
-        step: wanted[step] for step in range(5, STEPS + 1)
-    }
-    rates = {row[0]: row[3] for row in rows(straight)}
-    assert rates[6] < 0.7 * rates[5]
-
-
-@pytest.mark.slow
-def test_a_mixture_with_an_end_keeps_the_length_of_the_run_after_a_resume(tmp_path: Path) -> None:
-    mixture = ['--data.source=[{name="c4_test",epochs=1},{name="c4_validation",epochs=1}]']
-    straight = tmp_path / "straight"
-    resumed = tmp_path / "resumed"
-    assert train(flags(straight, *mixture), 1, tmp_path / "console")[0] == [0]
-    for steps in (4, STEPS):
-        codes, console = train(
-            flags(resumed, *mixture, f"--training.steps={steps}"), 1, tmp_path / "console"
-        )
-        assert codes == [0], console
-    assert rows(resumed) == rows(straight)
-    assert len(rows(straight)) == STEPS
-    codes, console = train(
-        flags(resumed, *mixture, "--training.steps=90000"), 1, tmp_path / "console"
-    )
-    assert codes == [exit_codes.CONFIG]
-    assert "the epochs of all sources end after step" in console
-
-
-@pytest.mark.slow
 def test_a_source_that_is_lost_ends_the_run_with_a_checkpoint_and_its_name(
     hub: HubServer, tmp_path: Path
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import signal
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 
 from tests.support import ranks as local_ranks
 from tests.support.faults import Fault
-from tests.support.train_runs import STEPS, flags, global_batches, rows, saved, train, unequal
+from tests.support.train_runs import STEPS, flags, rows, saved, train, unequal
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import step_folder
 from titanlite.cli.hub.compare_checkpoints import Contents
@@ -28,28 +27,6 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     codes, text = train(flags(folder), 2, folder / "console")
     assert codes == [0, 0], text
     return folder
-
-
-@pytest.mark.slow
-def test_saved_on_four_ranks_and_resumed_on_one_or_two(tmp_path: Path, straight: Path) -> None:
-    codes, text = train(flags(tmp_path / "four", "--training.steps=4"), 4, tmp_path / "console")
-    assert codes == [0] * 4, text
-    expected = global_batches(straight, 2)
-    for ranks in (1, 2):
-        folder = tmp_path / str(ranks)
-        place = f"--checkpoint.folder={tmp_path / 'four' / 'checkpoint'}"
-        asked = flags(folder, "--checkpoint.interval=100", place)
-        codes, text = train(asked, ranks, tmp_path / "console")
-        assert codes == [0] * ranks and "resumed from step 4" in text, text
-        assert global_batches(folder, ranks) == {
-            step: expected[step] for step in range(5, STEPS + 1)
-        }
-        losses = {row[0]: row[1] for row in rows(folder)}
-        assert sorted(losses) == [5, 6, 7, 8]
-        for row in rows(straight)[4:]:
-            assert abs(losses[row[0]] - row[1]) < 5e-6
-        # The next number of ranks saves its own.
-        shutil.rmtree(step_folder(tmp_path / "four" / "checkpoint", STEPS))
 
 
 def test_a_batch_that_three_ranks_cannot_share_is_refused(tmp_path: Path) -> None:

@@ -8,13 +8,12 @@ import os
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.support.processes import environment
+from tests.support.processes import environment, until
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
 
@@ -91,11 +90,8 @@ class Cluster:
 
     def wait(self, job: str, *states: str, seconds: float = 600) -> str:
         """Wait until a job is in one of the states; return it."""
-        end = time.monotonic() + seconds
-        while (state := self.field(job, "JobState")) not in states:
-            assert time.monotonic() < end, f"job {job} is {state}, expected {states}"
-            time.sleep(0.3)
-        return state
+        until(lambda: self.field(job, "JobState") in states, seconds)
+        return self.field(job, "JobState")
 
 
 def _free_ports(count: int) -> list[int]:
@@ -138,10 +134,7 @@ def cluster(root: Path, patience: int = 10) -> Iterator[Cluster]:
         slurm.start("slurmctld", "slurmctld", "-D", "-i")
         for node in nodes:
             slurm.start_node(node)
-        end = time.monotonic() + 300
-        while (idle := _idle(slurm)) != _NODES:
-            assert time.monotonic() < end, f"only {idle} nodes come up"
-            time.sleep(0.3)
+        until(lambda: _idle(slurm) == _NODES)
         yield slurm
     finally:
         for job in _jobs(slurm):

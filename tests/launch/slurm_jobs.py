@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from pathlib import Path
 
 from tests.launch.slurm_cluster import Cluster
-from tests.support.processes import titanlite
+from tests.support.processes import titanlite, until
 from tests.support.tiny import TWO_LAYERS
 from titanlite.runs.lines import read_lines
 
@@ -45,12 +44,11 @@ def read_log(folder: Path, job: str) -> str:
     return (folder / "launch" / f"slurm-{job}.log").read_text()
 
 
-def until_step(folder: Path, step: int, seconds: float = 600) -> None:
-    end = time.monotonic() + seconds
+def until_step(folder: Path, step: int) -> None:
     file = folder / "metrics.jsonl"
-    while not file.exists() or not any(row.get("step", 0) >= step for row in read_lines(file)):
-        assert time.monotonic() < end, f"step {step} does not come"
-        time.sleep(0.1)
+    until(
+        lambda: file.exists() and any(row.get("step", 0) >= step for row in read_lines(file)), 600
+    )
 
 
 def lose(slurm: Cluster, node: str, job: str) -> None:

@@ -114,6 +114,11 @@ def test_every_field_is_one_of_the_operator(kind: str) -> None:
     assert fits(text)
     assert "activeDeadlineSeconds: 216000" in text
     assert text.count('namespace: "ml"') == text.count("\nkind: ")
+    # Versions before 2.2 of the trainer have no such field of the job, but of its job set.
+    assert (
+        kind != "TrainJob"
+        or "activeDeadlineSeconds" not in list(yaml.safe_load_all(text))[2]["spec"]
+    )
     # A misspelt field and a wrong type, near the root and deep in the pod.
     for right, wrong in [
         ("volumeMounts:", "volumeMount:"),
@@ -216,24 +221,11 @@ def test_labels_and_annotations_reach_the_job_its_job_set_and_its_pods(kind: str
     assert len(marked) == {"PyTorchJob": 2, "TrainJob": 3}[kind]
 
 
-def test_a_train_job_has_its_time_limit_in_its_job_set() -> None:
-    """Versions before 2.2 of the trainer have no such field of the job."""
-    text = render("llama3_1_8b", "--launch.kind=TrainJob", "--launch.time_limit=2-12")
-    _, runtime, job = yaml.safe_load_all(text)
-    assert "activeDeadlineSeconds" not in job["spec"]
-    job_set = runtime["spec"]["template"]["spec"]
-    (node,) = job_set["replicatedJobs"]
-    assert node["template"]["spec"]["activeDeadlineSeconds"] == 216000
-    assert "DeadlineExceeded" in job_set["failurePolicy"]["rules"][0]["onJobFailureReasons"]
-    assert "eadline" not in render("llama3_1_8b", "--launch.kind=TrainJob")
-
-
 def test_two_run_folders_have_two_jobs_and_one_node_needs_no_efa() -> None:
-    flags = ["--launch.nodes=1", "--launch.namespace=1234"]
+    flags = ["--launch.nodes=1"]
     texts = [render("llama3_1_8b", *flags, f"--job.dump_folder=/fsx/{one}/on") for one in "ab"]
     names = [one["metadata"]["name"] for text in texts for one in yaml.safe_load_all(text)]
     assert len(set(names)) == 2 and all(name.startswith("on-") for name in names)
-    assert {one["namespace"] for one in _values(texts[0], "metadata") if "name" in one} == {"1234"}
     assert _container(texts[0])["resources"]["limits"] == {"nvidia.com/gpu": "8"}
 
 
@@ -261,7 +253,6 @@ def test_starts_without_a_new_step_end_the_job(tmp_path: Path) -> None:
     [
         (["--launch.image="], "launch.image"),
         (["--job.dump_folder=/runs/a"], "'/runs/a' is not on a volume of the pods (/fsx)"),
-        (["--job.dump_folder=fsx/a"], "is not on a volume"),
         (
             ["--checkpoint.folder=${A}/a", "--launch.environment.A=/tmp"],
             "checkpoint.folder: '/tmp/a' is not on a vol",
@@ -272,11 +263,8 @@ def test_starts_without_a_new_step_end_the_job(tmp_path: Path) -> None:
         ),
         (["--launch.environment.WANDB_API_KEY=1"], "--from-literal=WANDB_API_KEY=…"),
         (['--launch.volumes={"fsx" = "fsx"}'], "is not a claim and a folder"),
-        (["--training.tensor_parallel_degree=3"], "does not divide"),
         (['--launch.labels={"kueue.x-k8s.io/queue-name" = "q"}'], "set launch.queue"),
         (["--launch.shm_size=16GB"], "launch.shm_size"),
-        (["--launch.cpu_request=90 cores"], "launch.cpu_request"),
-        (["--launch.memory_request=-1"], "launch.memory_request"),
         (["--launch.memory_request=1\n2"], "launch.memory_request"),
         (["--launch.kind=HyperPodPyTorchJob"], "take PyTorchJob, which HyperPod's clusters run"),
     ],

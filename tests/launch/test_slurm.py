@@ -1,11 +1,12 @@
-"""Jobs of `titanlite launch slurm`: as text, and on a real Slurm, where a run that is stopped
-or loses a node ends with the same weights.
+"""Jobs of `titanlite launch slurm`: as text, with stand-ins for Slurm's programs and for Python,
+and on a real Slurm, where a run that is stopped or loses a node ends with the same weights.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import pytest
 from benchmarks import lost_nodes
 from tests.launch.examples import EXAMPLES
 from tests.launch.slurm_cluster import Cluster
-from tests.launch.slurm_jobs import ENDS, STEPS, read_log, submit, until_step
+from tests.launch.slurm_jobs import ENDS, LAUNCH, RUN, STEPS, read_log, submit, until_step
 from tests.support.processes import ROOT
+from tests.support.tiny import TWO_LAYERS
 from tests.support.train_runs import rows, unequal
 from titanlite import exit_codes
 from titanlite.cli import main as cli
@@ -124,17 +126,6 @@ _IMAGE = "--launch.image=/fsx/my image.sqsh"
             "has 8 GPU",
         ),
         (["--launch.environment.HF_TOKEN=(removed)"], "launch.environment.HF_TOKEN", "secret"),
-        (["--launch.environment.A-B=1"], "launch.environment.A-B", "digits"),
-        (
-            ["--experimental.enable_compiled_autograd"],
-            "experimental.enable_compiled_autograd",
-            "compiled autograd",
-        ),
-        (
-            ["--launch.gpus_per_node=8", "--training.tensor_parallel_degree=3"],
-            "tensor_parallel_degree",
-            "divide",
-        ),
         (
             ["--launch.gpus_per_node=8", "--launch.shared_dir=/fsx"],
             "job.dump_folder",
@@ -193,6 +184,196 @@ def test_a_dry_run_prints_the_job_and_writes_nothing(
     assert said.err == ""
     assert cli.main(["launch", "slurm", *flags, "--no-checkpoint.enable_checkpoint"]) == 0
     assert "begins at step 0" in capsys.readouterr().err
+
+
+#: Stand-ins for Slurm's programs and for Python. The ranks end with the codes of the file `codes`,
+#: one after the other. A node runs nothing if a file has its name, and one GPU is missing if a file
+#: `gpu-NAME` is there.
+_PROGRAMS = {
+    "scontrol": """
+if [ "$1" = requeue ]; then echo "$2" >requeued; exit; fi
+if [ "$2" = hostnames ]; then printf '%s\\n' a b c; exit; fi
+echo "NodeAddr=10.0.0.1 NodeHostName=host-$3.lab"
+""",
+    "squeue": 'echo "$JOBS"\n',
+    "sleep": """
+if [ "$1" = 10 ]; then exec /bin/sleep 20 >/dev/null 2>&1; fi
+/bin/sleep 0.1
+exit 1
+""",
+    "timeout": 'shift 2; exec "$@"\n',
+    "nvidia-smi": """
+echo "GPU 0: H100"
+if [ ! -e "gpu-$SLURMD_NODENAME" ]; then echo "GPU 1: H100"; fi
+""",
+    "srun": """
+export SLURM_NODEID=0 SLURM_STEP_NODELIST=
+for word; do case $word in --nodelist=*) SLURM_STEP_NODELIST=${word#*=} ;; esac; done
+export SLURMD_NODENAME=$SLURM_STEP_NODELIST
+if [ -e "$SLURMD_NODENAME" ]; then exit 1; fi
+case "$*" in --overlap*--nodes=2*) if [ -e b ]; then exit 1; fi ;; esac
+while [ "$1" != bash ] && [ "$1" != true ]; do shift; done
+exec "$@"
+""",
+    "python": """
+echo "$SLURM_STEP_NODELIST $* lost: $TITANLITE_LOST_HOSTS" >>started
+code=$(head -n 1 codes)
+sed -i 1d codes
+if [ "$code" -gt 128 ]; then touch b; fi
+exit "$code"
+""",
+}
+
+
+def _run(
+    place: Path, codes: list[int], *flags: str, nodes: str = "a,b,c", **variables: str
+) -> tuple[int, str]:
+    """Run a job's script with the stand-ins on node a; return its exit code and its output."""
+    (place / "programs").mkdir()
+    for name, body in _PROGRAMS.items():
+        (place / "programs" / name).write_text(f"#!/bin/bash\n{body}")
+        (place / "programs" / name).chmod(0o755)
+    (place / "codes").write_text("".join(f"{code}\n" for code in codes))
+    folder = place / "run"
+    (folder / "launch").mkdir(parents=True, exist_ok=True)
+    script = _script(f"--job.dump_folder={folder}", "--launch.image=image", *flags)
+    own = {
+        "PATH": f"{place / 'programs'}:/usr/bin:/bin",
+        "SLURMD_NODENAME": "a",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": nodes,
+        "SLURM_JOB_NUM_NODES": str(len(nodes.split(","))),
+        "JOBS": "",
+    }
+    words = ["bash", "-c", script]
+    done = subprocess.run(
+        words, env=own | variables, cwd=place, capture_output=True, text=True, timeout=300
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def _script(*flags: str) -> str:
+    run = ["--job.config_file=debug_model.toml", *TWO_LAYERS, "--training.global_batch_size=32"]
+    machines = ["--launch.nodes=2", "--launch.gpus_per_node=2", "--launch.shared_dir=/"]
+    return _render(*run, *machines, *flags)
+
+
+def _starts(place: Path) -> list[str]:
+    return [line.split()[0] for line in (place / "started").read_text().splitlines()]
+
+
+SPARE = "--launch.spare_nodes=1"
+
+
+@pytest.mark.parametrize(
+    ("codes", "missing", "starts", "end", "queued", "said"),
+    [
+        # A node that does not see all its GPUs gets no ranks.
+        ([0], "gpu-a", ["b,c"], 0, False, ["== node a is lost"]),
+        ([137, 0], "gpu-a", ["b,c"], 137, True, ["== 1 healthy nodes are too few"]),
+        # A spare node that is dead replaces none.
+        ([137, 0], "c", ["a,b"], 137, True, ["== node c is lost", "== node b is lost"]),
+        ([137, 0], "", ["a,b", "a,c"], 0, False, ["== node b is lost"]),
+        # An error, and a third end at the same step, are final. A stopped job starts later.
+        ([2], "", ["a,b"], 2, False, []),
+        ([7, 7, 7, 0], "", ["a,b"] * 3, 7, False, ["for the third time"]),
+        ([5, 0], "", ["a,b"], 5, True, []),
+    ],
+)
+def test_ranks_start_on_healthy_nodes_while_there_are_enough(
+    tmp_path: Path,
+    codes: list[int],
+    missing: str,
+    starts: list[str],
+    end: int,
+    queued: bool,
+    said: list[str],
+) -> None:
+    """The stand-in loses node b with a code above 128."""
+    if missing:
+        (tmp_path / missing).touch()
+    code, output = _run(tmp_path, codes, SPARE)
+    assert (code, _starts(tmp_path)) == (end, starts), output
+    assert (tmp_path / "requeued").exists() == queued
+    for words in said:
+        assert words in output
+
+
+@pytest.mark.parametrize(
+    ("codes", "starts", "end", "queued"),
+    [
+        ([7, 7, 0], 3, 0, False),
+        ([137, 0], 1, 137, True),
+    ],
+)
+def test_ranks_that_died_start_again_on_the_same_nodes_and_a_lost_node_leads_to_the_queue(
+    tmp_path: Path, codes: list[int], starts: int, end: int, queued: bool
+) -> None:
+    code, said = _run(tmp_path, codes, nodes="a,b")
+    assert code == end, said
+    started = (tmp_path / "started").read_text()
+    assert re.findall("--rdzv_id (.*?) ", started) == [f"7-0-{start}" for start in range(starts)]
+    assert (tmp_path / "requeued").exists() == queued
+
+
+def test_a_third_notice_before_the_first_step_ends_the_job(tmp_path: Path) -> None:
+    failures = tmp_path / "run" / "launch" / "failures.log"
+    failures.parent.mkdir(parents=True)
+    failures.write_text("job 7 failed after no step\n" * 2)
+    code, said = _run(tmp_path, [5, 0], nodes="a,b", SLURM_RESTART_COUNT="2")
+    assert code == 5 and not (tmp_path / "requeued").exists()
+    assert "raise launch.time_limit or lower launch.notice_seconds" in said
+
+
+def test_a_task_of_a_job_array_alone_goes_back_into_the_queue(tmp_path: Path) -> None:
+    _run(tmp_path, [5], nodes="a,b", JOBS="7 6_1")
+    assert (tmp_path / "requeued").read_text() == "6_1\n"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "variables", "said"),
+    [
+        ("a", {}, "for 2 nodes, and Slurm gave it 1"),
+        ("a,b", {"SLURM_NTASKS_PER_NODE": "2"}, "for one task per node, and Slurm gave it 2"),
+        ("a,b", {"SLURM_GPUS_ON_NODE": "0"}, "for 2 GPUs per node, and Slurm gave it 0"),
+    ],
+)
+def test_another_allocation_than_the_job_was_written_for_is_refused_at_once(
+    tmp_path: Path, nodes: str, variables: dict[str, str], said: str
+) -> None:
+    code, output = _run(tmp_path, [], nodes=nodes, **variables)
+    assert code == exit_codes.CONFIG
+    assert said in output
+    assert not (tmp_path / "started").exists() and not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.parametrize(("start", "starts"), [("7-0-0", 2), ("6-1-0", 1)])
+def test_a_lost_rank_of_an_earlier_start_ends_no_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str, starts: int
+) -> None:
+    """Lines of another start come before that of this one and after it."""
+    lines = f"echo '6-1-0 2' >>$file; echo '{start} 3' >>$file; echo '6-1-0 2' >>$file"
+    late = f"file=$RUN/launch/lost-rank; {lines}; exec /bin/sleep 2"
+    monkeypatch.setitem(_PROGRAMS, "python", late)
+    monkeypatch.setitem(_PROGRAMS, "sleep", "/bin/sleep 0.1; [ $1 -ne 15 ]\n")
+    code, said = _run(tmp_path, [], "--launch.spare_nodes=1")
+    assert code == 0, said
+    ends = re.findall("the ranks ended with code (.*?) ", said)
+    assert ends == ["137", "0"][-starts:], said
+
+
+def test_the_nodes_that_a_job_asks_for() -> None:
+    folder = "--job.dump_folder=/run"
+    four = [folder, "--launch.nodes=4", "--training.global_batch_size=96"]
+    assert "\n#SBATCH --nodes=4\n" in _script(*four)
+    assert "\n#SBATCH --nodes=6\n#" in _script(*four, "--launch.spare_nodes=2")
+    assert "\n#SBATCH --no-kill\n" in _script(*four, "--launch.spare_nodes=2")
+
+
+def test_other_systems_have_no_spare_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*RUN, *LAUNCH, "--launch.spare_nodes=1", "--dry-run"]
+    assert cli.main(["launch", "local", *words]) == exit_codes.CONFIG
+    assert "launch.spare_nodes: local has no such jobs" in capsys.readouterr().err
 
 
 if __name__ == "__main__" and "--write" in sys.argv:

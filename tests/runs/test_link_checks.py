@@ -20,12 +20,8 @@ from titanlite.checkpoint.manifest import REASON
 from titanlite.checkpoint.store_paths import write_new, write_whole
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Checkpoint
-from titanlite.metrics.trackers import TrackedRun, Tracker
-from titanlite.runs.jsonl import MetricsLog
 from titanlite.runs.lock import RunLock
-from titanlite.runs.logs import rank_log
-from titanlite.runs.record import Start, begin
-from titanlite.utils import LinkError, append_line, atomic_write, logger, new_file
+from titanlite.utils import LinkError, append_line, atomic_write, new_file
 
 #: Files of runs with other settings than those of the golden one.
 MORE = (
@@ -139,19 +135,6 @@ def test_a_resume_in_a_folder_with_links_writes_nothing(
     assert _state(victim) == before
 
 
-def _metrics(link: Path) -> None:
-    log = MetricsLog(link)
-    log.truncate_after(1)
-    log.write({"step": 2})
-
-
-def _log(link: Path) -> None:
-    (link.parent / "logs").mkdir()
-    link.rename(link.parent / "logs" / "rank_0.log")
-    with rank_log(link.parent, 0):
-        logger.warning("a line")
-
-
 def _aside(link: Path) -> None:
     link.rename(link.parent / f".x.{os.getpid()}")
     atomic_write(link.parent / "x", "new")
@@ -172,20 +155,6 @@ def _reason(link: Path) -> None:
 def _reason_of_a_linked_step(link: Path) -> None:
     step = _link(link.parent / "step-1", link.readlink().parent)
     retention.quarantine(step, "damage")
-
-
-def _config(link: Path) -> None:
-    link.rename(link.parent / "config.toml")
-    begin(link.parent, Start("[a]\n", 1, 1, "cpu"))
-
-
-def _id(link: Path) -> None:
-    link.rename(link.parent / "-run-id")
-    tracker = Tracker.__new__(Tracker)
-    tracker.run = TrackedRun(link.parent, {}, resumed=True)
-    with pytest.raises(LinkError):
-        tracker.known_id()
-    tracker.keep_id("mine")
 
 
 def _refused(write: Callable[[Path], object]) -> Callable[[Path], None]:
@@ -210,8 +179,6 @@ def _dangling_lock(link: Path) -> None:
 
 
 WRITES = {
-    "metrics": _metrics,
-    "log": _log,
     "whole": lambda link: atomic_write(link, "new"),
     "whole, aside": _aside,
     "whole or store": lambda link: write_whole(link, b"new"),
@@ -219,8 +186,6 @@ WRITES = {
     "new, part": _part,
     "reason": _reason,
     "reason of a linked step": _reason_of_a_linked_step,
-    "config": _config,
-    "tracker": _id,
     "append": _refused(lambda link: append_line(link, {"a": 1})),
     "lock": _refused(_lock),
     "dangling lock": _refused(_dangling_lock),
@@ -241,8 +206,7 @@ def test_no_other_code_writes_to_a_path_by_its_name() -> None:
     found: Counter[str] = Counter()
     for path in sorted((ROOT / "titanlite").rglob("*.py")):
         name = str(path.relative_to(ROOT / "titanlite"))
-        if not name.startswith("tools/drill"):
-            found[name] = sum(map(_writes, ast.walk(ast.parse(path.read_text()))))
+        found[name] = sum(map(_writes, ast.walk(ast.parse(path.read_text()))))
     assert {name: count for name, count in found.items() if count} == BY_NAME
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -12,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,14 +18,13 @@ import pytest
 from tests.checkpoint.golden import PRINTS, make
 from tests.support.locks import compete
 from tests.support.pool import Pools
-from tests.support.processes import environment
+from tests.support.processes import environment, until
 from tests.support.words import listening
 from titanlite import exit_codes
 from titanlite.assembly.folders import lock_folders
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.store_paths import AnyPath, StorePath
-from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Checkpoint
 from titanlite.dist.dist_env import DistEnv
 from titanlite.resolve.load import check_config
@@ -140,13 +137,11 @@ def test_a_second_run_is_refused_by_name_and_the_lock_of_a_killed_one_is_taken_o
         with pytest.raises(LockedError) as refused, RunLock(tmp_path):
             pytest.fail("two hold it")
         since = _held(tmp_path)["since"]
-        sign = last_sign_of_life(tmp_path)
         holder = f"process {process.pid} on {os.uname().nodename}, since {since}"
         for word in (str(tmp_path / FILE), holder, "--job.dump_folder"):
             assert word in str(refused.value)
         assert refused.value.exit_code == exit_codes.CHECKPOINT
-        assert sign is not None
-        assert abs(time.time() - sign) < 300
+        assert last_sign_of_life(tmp_path) is not None
         process.kill()
         process.wait()
     assert _held(tmp_path)["process"]["id"] == process.pid, "a killed process leaves its lock"
@@ -234,20 +229,12 @@ def test_the_holder_renews_it_and_tells_when_it_is_lost(
     with RunLock(place):
         first = (place / FILE).stat().st_mtime
         check = OwnershipCheck(place)
-        deadline = time.monotonic() + 300
         check.look()
-        while (place / FILE).stat().st_mtime == first and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert (place / FILE).stat().st_mtime > first
+        until(lambda: (place / FILE).stat().st_mtime > first)
         check.look()
         other = {**_held(place), "token": "other", "host": "node7"}
-        if isinstance(place, Path):
-            (place / "aside").write_bytes(json.dumps(other).encode())
-            (place / "aside").rename(place / FILE)
-        else:
-            (place / FILE).write_bytes(json.dumps(other).encode())
-        while not said and time.monotonic() < deadline:
-            time.sleep(0.02)
+        (place / FILE).write_bytes(json.dumps(other).encode())
+        until(lambda: said)
         assert f"{place / FILE} was taken over" in said[0]
         assert "on node7" in said[0]
         with pytest.raises(
@@ -261,41 +248,6 @@ def test_of_many_that_find_it_dead_one_takes_it(place: AnyPath) -> None:
     _abandon(place, id=os.getpid(), started=1)
     assert compete(place, 8) == (1, 7)
     assert _names(place) == []
-
-
-def test_a_run_that_takes_over_is_named_and_one_that_died_doing_so_is_not_in_the_way(
-    place: AnyPath,
-) -> None:
-    dead = _abandon(place, id=os.getpid(), started=1)
-    claim = place / f".{FILE}.dead.{dead['token']}"
-    claimant = {**dead, "token": "claimant", "process": lock_module.process_of(os.getpid())}
-    claim.write_bytes(json.dumps(claimant).encode())
-    with pytest.raises(
-        LockedError, match=f"process {os.getpid()} on node7.* delete {re.escape(str(claim))}"
-    ):
-        RunLock(place).__enter__()
-    assert _held(place) == dead
-    claim.write_bytes(json.dumps({**dead, "token": "claimant"}).encode())
-    with RunLock(place):
-        assert _held(place)["process"]["id"] == os.getpid()
-        assert _names(place) == [FILE]
-
-
-def test_a_lock_that_is_being_written_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its creation is exclusive, its content comes while the other waits."""
-    with RunLock(tmp_path):
-        content = (tmp_path / FILE).read_bytes()
-        (tmp_path / FILE).write_bytes(b"")
-
-        def sleep(_: float) -> None:
-            (tmp_path / FILE).write_bytes(content)
-
-        waiting = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
-        monkeypatch.setattr(lock_module, "time", waiting)
-        with pytest.raises(LockedError, match=f"process {os.getpid()} on"), RunLock(tmp_path):
-            pytest.fail("two hold it")
 
 
 def _save(world: DistEnv, folder: str) -> str:
@@ -374,11 +326,6 @@ def test_a_folder_of_checkpoints_that_cannot_be_is_found_at_the_start(tmp_path: 
         ):
             pytest.fail("it was not looked at")
     assert _names(run) == ["checkpoint"]
-    with (
-        pytest.raises(ConfigError, match=r"job\.dump_folder: cannot write to"),
-        lock_folders(run / "checkpoint" / "x", config.checkpoint),
-    ):
-        pytest.fail("it was not looked at")
 
 
 def test_the_next_start_waits_for_a_run_that_is_ending(
@@ -392,19 +339,10 @@ def test_the_next_start_waits_for_a_run_that_is_ending(
     with pytest.raises(LockedError, match="is alive"):
         RunLock(place).__enter__()
     asked.set()
-    deadline = time.monotonic() + 300
-    while not (lock_module.read_lock(place / lock_module.FILE) or {}).get("ending"):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: (lock_module.read_lock(place / FILE) or {}).get("ending"))
     lock_module.OwnershipCheck(place, first._token).look()  # it still owns the folder
     began = time.monotonic()
     threading.Timer(1.0, first.__exit__).start()
     with RunLock(place):
         assert time.monotonic() - began > 0.9
     assert "was asked to stop and is ending" in caplog.text
-    monkeypatch.setattr(lock_module, "ENDING_SECONDS", 0.1)
-    with RunLock(place, ending=asked.is_set):
-        while not (lock_module.read_lock(place / lock_module.FILE) or {}).get("ending"):
-            time.sleep(0.02)
-        with pytest.raises(LockedError, match="is alive"):
-            RunLock(place).__enter__()

@@ -88,25 +88,20 @@ def _train(runs: Path, name: str, *more: str) -> str:
     return said
 
 
-def _rows(path: Path) -> dict[tuple[int, str], dict[str, float]]:
-    """Rows by step and kind."""
-    kinds = (
-        (("validation" if "validation_loss" in row else "training"), row)
+def _rows(path: Path, steps: int = STEPS) -> list[dict[str, float]]:
+    """Rows up to a step, with the figures that must not depend on the stop."""
+    return [
+        {name: row[name] for name in ("step", *NUMBERS) if name in row}
         for row in read_metrics(path)
-    )
-    return {
-        (row["step"], kind): {name: row[name] for name in NUMBERS if name in row}
-        for kind, row in kinds
-    }
+        if row["step"] <= steps
+    ]
 
 
 def _check_numbers(run: Path, steps: int) -> None:
-    found = _rows(run / "metrics.jsonl")
-    straight = _rows(run / UNDISTURBED)
-    assert [step for step, kind in found if kind == "training"] == list(range(1, steps + 1))
-    assert found.keys() == {key for key in straight if key[0] <= steps}
-    for key, row in found.items():
-        assert row == pytest.approx(straight[key], rel=1e-5), key
+    found = _rows(run / "metrics.jsonl", steps)
+    assert [row["step"] for row in found if "loss" in row] == list(range(1, steps + 1))
+    for row, other in zip(found, _rows(run / UNDISTURBED, steps), strict=True):
+        assert row == pytest.approx(other, rel=1e-5)
 
 
 def test_they_are_listed_with_their_states(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,18 +115,8 @@ def test_they_are_listed_with_their_states(runs: Path, capsys: pytest.CaptureFix
         "killed": ["died", 7, None, 2, []],
         "stopped": ["preempted", 5, None, 1, []],
     }
-    assert [found[name]["loss"] for name in shown] == [
-        _rows(runs / name / UNDISTURBED)[step, "training"]["loss"]
-        for name, (_, step, *_rest) in shown.items()
-    ]
     assert found["stopped"]["reason"].startswith("SIGTERM on every rank")
     assert 0 < found["killed"]["duration"] < 60, "the pause between the attempts does not count"
-    entries = read_entries(runs / "killed")
-    assert [(e["event"], e["attempt"], e["step"]) for e in entries] == [
-        ("start", 1, 0),
-        ("end", 1, 3),
-        ("start", 2, 3),
-    ]
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +38,9 @@ def test_a_start_and_an_end_tell_everything_about_an_attempt(tmp_path: Path, sta
         entry[key]
         for key in ("event", "attempt", "began", "after", "step", "steps", "ranks", "config")
     ] == ["start", 1, "fresh", None, 0, 40, 2, "config.toml"]
-    assert (entry["config_changes"], entry["renamed"], entry["git"]) == ({}, {}, {"commit": "c0"})
-    assert (entry["description"], entry["command"]) == (
-        "a trial",
-        ["train.py", "--training.steps=40"],
-    )
+    assert (entry["description"], entry["git"]) == ("a trial", {"commit": "c0"})
+    assert entry["command"] == ["train.py", "--training.steps=40"]
     assert {"titanlite", "python", "torch", "numpy"} <= entry["versions"].keys()
-    assert (entry["pid"], entry["working_folder"], entry["host"]) == (
-        os.getpid(),
-        os.getcwd(),
-        os.uname().nodename,
-    )
     assert load_file(folder / "config.toml").value("optimizer.lr") == 0.001
     record.saved(20, 20_000)
     record.end("preempted", 25, 25_000, 6, "SIGTERM on every rank")
@@ -68,14 +59,8 @@ def test_a_start_and_an_end_tell_everything_about_an_attempt(tmp_path: Path, sta
         "lost_tokens": 5_000,
     }
     (found,) = read_attempts(folder)
-    assert (found["state"], found["first_step"], found["step"], found["steps"]) == (
-        "preempted",
-        0,
-        25,
-        40,
-    )
-    assert abs(found["started"] - time.time()) < 60
-    assert found["ended"] >= found["started"]
+    shown = [found[key] for key in ("state", "first_step", "step", "steps")]
+    assert shown == ["preempted", 0, 25, 40]
 
 
 def test_a_resume_names_changes_and_keeps_the_files_of_the_former(
@@ -112,25 +97,6 @@ def test_a_resume_names_changes_and_keeps_the_files_of_the_former(
     assert not (tmp_path / "git.diff").exists()
 
 
-def test_the_start_after_a_killed_attempt_tells_its_loss(tmp_path: Path, start: Start) -> None:
-    start(tmp_path)
-    write_metrics(
-        tmp_path,
-        [training_row(1, 8.0), training_row(31, 7.0), {"step": 31, "validation_loss": 7.1}],
-    )
-    record = start(tmp_path, step=20, tokens=20_000)
-    entry = _last(tmp_path)
-    assert entry["after"] == "killed"
-    assert entry["lost"] == {
-        "attempt": 1,
-        "steps": 11,
-        "tokens": 11_000,
-        "seen": 1_000_031,
-    }
-    assert len(record.lines) == 1
-    assert "at least 11 steps (11,000 tokens)" in record.lines[0]
-
-
 @pytest.mark.parametrize(
     ("step", "state", "saved", "lost"),
     [(20, "failed", 20, 3), (0, "failed", None, 23), (0, "done", None, 0)],
@@ -164,13 +130,10 @@ def test_the_command_shows_attempts(
     start(tmp_path, 0.5, step=20, tokens=20_000).end("done", 40, 40_000)
     assert main(["runs", str(tmp_path), "--attempts"]) == 0
     out = capsys.readouterr().out
-    cells = [line.split() for line in out.splitlines()]
-    assert cells[2][0] == "1"
-    assert cells[2][-5:] == ["preempted", "5", "20", "20", "0"]
-    assert cells[3][0] == "2"
-    assert cells[3][-6:] == ["no", "end", "–", "–", "–", "–"]
-    assert cells[4][0] == "3"
-    assert cells[4][-5:] == ["done", "0", "40", "20", "0"]
+    rows = [(words[0], *words[-5:]) for words in map(str.split, out.splitlines()[2:5])]
+    assert rows[0] == ("1", "preempted", "5", "20", "20", "0")
+    assert rows[1] == ("2", "end", "–", "–", "–", "–")
+    assert rows[2] == ("3", "done", "0", "40", "20", "0")
     assert "note: attempt 1: SIGTERM on every rank" in out
     assert "note: attempt 2: optimizer.lr: 0.001 -> 0.5" in out
     assert "note: attempt 3: attempt 2 lost 9,000 tokens" in out
@@ -191,12 +154,7 @@ def test_secrets_are_not_written_down(
         **dict.fromkeys(names, "s3cret"),
         "TORCHINDUCTOR_REMOTE": "redis://me:s3cret-7@host:1/0",
     }
-    kept = {
-        "NCCL_DEBUG": "INFO",
-        "OMP_NUM_THREADS": "1",
-        "PYTORCH_CUDA_ALLOC_CONF": "x",
-        "SLURM_JOB_ID": "7",
-    }
+    kept = {"NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "7"}
     for name, value in {**secrets, **kept}.items():
         monkeypatch.setenv(name, value)
     flags = ["--launch.environment.HF_TOKEN", "s3cret-8", "--launch.environment.MY_KEY=s3cret-9"]
@@ -248,9 +206,6 @@ def test_commit_changes_and_their_diff_are_kept(
     assert dirty.record["dirty"]
     assert dirty.diff is not None
     assert b"-x = 1\n+x = 2\n" in dirty.diff
-    (checkout / "ignored").mkdir()
-    (checkout / "ignored" / "__init__.py").write_text("")
-    assert "did not match any file" in provenance.git_state(checkout / "ignored").record["unknown"]
     monkeypatch.setenv("PATH", "/nowhere")
     assert "git" in provenance.git_state(checkout).record["unknown"]
 

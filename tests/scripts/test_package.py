@@ -41,7 +41,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(
             ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
         )
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, source)
     build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
     subprocess.run(
@@ -70,15 +70,20 @@ def test_the_wheel_has_configs_schema_and_types(installed: Path) -> None:
     ]
 
 
+def test_the_page_of_the_package_index_links_to_no_file(installed: Path) -> None:
+    (distribution,) = importlib.metadata.distributions(path=[str(installed)])
+    page = distribution.metadata.get_payload()
+    assert "pip install titanlite" in page
+    targets = re.findall(r"\]\(([^)\s]+)\)", page)
+    assert [target for target in targets if not target.startswith("https://")] == []
+
+
 def test_a_config_of_the_wheel_is_found_by_its_name(installed: Path) -> None:
     done = from_wheel(
         installed, "config", "check", "llama3_8b_level2_compile.toml", "--world-size", "8"
     )
     assert done.returncode == 0, done.stderr
     assert f"{installed}/titanlite/train_configs/llama3_8b_level2_compile.toml" in done.stdout
-    done = from_wheel(installed, "train", "debug_modle.toml", "--nproc-per-node", "2")
-    assert done.returncode == 2
-    assert "nearest in train_configs/: debug_model.toml" in done.stderr
 
 
 def test_the_wheel_writes_jobs(installed: Path) -> None:

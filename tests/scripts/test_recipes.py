@@ -140,15 +140,9 @@ def test_from_scratch(tmp_path: Path) -> None:
     assert "validation at 12: " in by_word["train"]
     assert "held-out-tokens" in by_word["eval"]
     # The smaller text is its own held-out text: the bigram has seen each pair.
-    bigram, uniform = (
-        float(
-            re.findall(rf"^{name} +([\d.]+) nats", by_word["benchmarks/bigram_baseline.py"], re.M)[
-                0
-            ]
-        )
-        for name in ("bigram", "uniform")
-    )
-    assert 1 < bigram < uniform
+    figures = re.findall(r"^(\w+) +([\d.]+) nats", by_word["benchmarks/bigram_baseline.py"], re.M)
+    nats = {name: float(number) for name, number in figures}
+    assert 1 < nats["bigram"] < nats["uniform"]
     assert "It was a truth" in by_word["sample"]
 
 

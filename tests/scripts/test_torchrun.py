@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from tests.support.pool import free_port
 from tests.support.processes import environment, python
 from titanlite import torchrun
 from titanlite.exit_codes import (
@@ -152,7 +153,7 @@ def test_a_stop_for_a_machine_that_joins_leaves_the_restarts(
 #: One of two torchruns on this machine; the second one is late with its last words to the store of
 #: the first.
 LATE = """
-import sys, time
+import os, time
 import torch.distributed.elastic.utils.store as store
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from titanlite.dist import rendezvous_end
@@ -163,7 +164,7 @@ from titanlite.torchrun import main
 def late(function):
     return lambda *words, **named: (time.sleep(1), function(*words, **named))[1]
 
-if sys.argv.pop(1) == "1":
+if os.environ["NODE"] == "1":
     Handler.shutdown = late(Handler.shutdown)
     enter = store._barrier_nonblocking
     store._barrier_nonblocking = lambda **named: (enter(**named), time.sleep(1))[0]
@@ -171,15 +172,24 @@ main()
 """
 
 
-def _two_machines(kind: str, port: int) -> list[list[str]]:
-    """Return the options of torchrun for both."""
-    if kind == "static":
-        master = ["--master_addr=127.0.0.1", f"--master_port={port}"]
-        return [[f"--node_rank={node}", *master] for node in range(2)]
-    meet = ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=x"]
-    return [
-        [*meet, f"--rdzv_conf=is_host={1 - node}", "--local_addr=127.0.0.1"] for node in range(2)
-    ]
+def _on_two_machines(kind: str, start: list[str], *program: object) -> tuple[list[int], list[str]]:
+    """Start a torchrun for both with a program; return their codes and what they print.
+
+    start: words of Python that start torchrun. NODE: the number of the machine.
+    """
+    port = free_port()
+    processes = []
+    for node in range(2):
+        options = [f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}"]
+        if kind == "c10d":
+            options = ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=x"]
+            options += [f"--rdzv_conf=is_host={1 - node}", "--local_addr=127.0.0.1"]
+        words = [sys.executable, *start, "--nnodes=2", "--nproc_per_node=1", *options]
+        env = environment(NODE=str(node))
+        words += map(str, program)
+        processes.append(subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True))
+    said = [process.communicate(timeout=600)[1] for process in processes]
+    return [process.returncode for process in processes], said
 
 
 @pytest.mark.slow
@@ -189,25 +199,8 @@ def _two_machines(kind: str, port: int) -> list[list[str]]:
 def test_an_end_on_two_machines_prints_no_stack_of_torch(
     kind: str, program: str, code: int
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    processes = []
-    for node, options in enumerate(_two_machines(kind, port)):
-        words = [
-            sys.executable,
-            "-c",
-            LATE,
-            str(node),
-            "--nnodes=2",
-            "--nproc_per_node=1",
-            *options,
-        ]
-        words += ["--no-python", "sh", "-c", program]
-        processes.append(
-            subprocess.Popen(words, env=environment(), stderr=subprocess.PIPE, text=True)
-        )
-    said = [process.communicate(timeout=600)[1] for process in processes]
-    assert [process.returncode for process in processes] == [code, code], said
+    codes, said = _on_two_machines(kind, ["-c", LATE], "--no-python", "sh", "-c", program)
+    assert codes == [code, code], said
     for text in said:
         assert "frame #" not in text
         assert "TCPStore" not in text
@@ -245,22 +238,9 @@ def test_a_rank_that_is_killed_on_one_of_two_machines_starts_again_on_both(tmp_p
     both.
     """
     (tmp_path / "meets.py").write_text(MEETS)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    processes = []
-    for options in _two_machines("c10d", port):
-        words = [sys.executable, "-m", "titanlite.torchrun", "--nnodes=2", "--nproc_per_node=1"]
-        words += [
-            *options,
-            "--max-restarts=2",
-            str(tmp_path / "meets.py"),
-            str(tmp_path / "killed"),
-        ]
-        processes.append(
-            subprocess.Popen(words, env=environment(), stderr=subprocess.PIPE, text=True)
-        )
-    said = [process.communicate(timeout=200)[1] for process in processes]
-    assert sorted(process.returncode for process in processes) == [GUARD, LOST_PEER], said
+    program = ("--max-restarts=2", tmp_path / "meets.py", tmp_path / "killed")
+    codes, said = _on_two_machines("c10d", ["-m", "titanlite.torchrun"], *program)
+    assert sorted(codes) == [GUARD, LOST_PEER], said
     lost = [text for text in said if "another machine has ended, and its output has the" in text]
     assert len(lost) == 1 and "Start again" not in lost[0], said
 
@@ -280,11 +260,9 @@ def test_a_start_that_meets_the_closed_rendezvous_of_an_earlier_one_may_be_repea
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    earlier = get_rendezvous_handler(
-        RendezvousParameters("c10d", endpoint, "x", 2, 2, is_host=True)
-    )
+    endpoint = f"127.0.0.1:{free_port()}"
+    meeting = RendezvousParameters("c10d", endpoint, "x", 2, 2, is_host=True)
+    earlier = get_rendezvous_handler(meeting)
     earlier.set_closed()
     words = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=x"]
     words += [f"--rdzv_endpoint={endpoint}", "--rdzv_conf=is_host=0", "--no-python", "true"]

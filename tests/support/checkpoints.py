@@ -21,6 +21,7 @@ from titanlite.cli.hub.compare_checkpoints import Contents, compare
 from titanlite.config.sections import Checkpoint
 from titanlite.dist.dist_env import DistEnv
 from titanlite.features.float8.gathered import ScalePrecompute
+from titanlite.models.args import as_record
 
 STEPS = 20
 TOKENS, LABELS = batches(STEPS, 8, 16, 192)
@@ -116,7 +117,6 @@ def train(
         assert (loaded.step if loaded else 0) == first - 1
         losses = []
         draws = []
-        outcomes = []
         for step in range(first, last + 1):
             losses.append(
                 take(step, run.rates[step - 1], step - 1, after_update=after_update).loss.item()
@@ -127,11 +127,7 @@ def train(
                 checkpointer.save(
                     step, model, optimizer, {"next_sequence": 8 * step, **(state or {})}
                 )
-            while outcome := checkpointer.poll():
-                outcomes.append(outcome)
         checkpointer.wait()
-        while outcome := checkpointer.poll():
-            outcomes.append(outcome)
     finally:
         checkpointer.close()
     moments = {
@@ -145,8 +141,26 @@ def train(
         "state": moments,
         "draws": draws,
         "loaded": loaded,
-        "outcomes": outcomes,
     }
+
+
+def load(world: DistEnv, run: Run, root: object, **fields: Any) -> dict[str, Any]:
+    """What a run loads, or why it does not and whether its weights are as they were."""
+    model, optimizer, _ = build_tiny(world, run)
+    before = {name: full(p).clone() for name, p in model.named_parameters()}
+    about = {"model": as_record(run.family, run.args)}
+    checkpointer = Checkpointer(options(root, **fields), world, PRINTS, about)
+    error = ""
+    loaded = None
+    try:
+        loaded = checkpointer.load(model, optimizer)
+    except CheckpointError as failure:
+        error = str(failure)
+    finally:
+        checkpointer.close()
+    weights = {name: full(p) for name, p in model.named_parameters()}
+    same = all(torch.equal(weights[name], weight) for name, weight in before.items())
+    return {"loaded": loaded, "error": error, "weights": weights, "untouched": same}
 
 
 def hand_on(world: DistEnv, run: Run, source: object, target: object) -> int:

@@ -8,11 +8,9 @@ wrapped.
 from __future__ import annotations
 
 import importlib
-import itertools
 import os
 import re
 import resource
-import select
 import signal
 import sys
 from collections import Counter
@@ -62,23 +60,21 @@ _EVENTS = {**SAVE_EVENTS, **LOCAL_EVENTS}
 #: On a full disk files cannot grow beyond this. It is less than any shard of a tiny model, and more
 #: than its records.
 FULL_BYTES = 1 << 16
-_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
 
 
 @dataclass(frozen=True)
 class Fault:
     """A fault in one rank; the default is none.
 
-    kill, term: the process gets SIGKILL or SIGTERM. nan: a gradient becomes NaN, once. full: the
-    disk is full. memory: the backward, or the start of `build`, runs out of the GPU's memory.
+    kill: the process gets SIGKILL. full: the disk is full. memory: the backward, or the start of
+    `build`, runs out of the GPU's memory.
     """
 
-    kind: Literal["none", "kill", "term", "nan", "full", "memory"] = "none"
-    #: When it strikes: at a key of SAVE_EVENTS or LOCAL_EVENTS (signals), in a "save" (full), in a
-    #: "step" that has its batches (all but full). Or when a "validation" begins (signals), in
-    #: "build" (memory).
+    kind: Literal["none", "kill", "full", "memory"] = "none"
+    #: When it strikes: at a key of SAVE_EVENTS or LOCAL_EVENTS (kill), in a "save" (full), in a
+    #: "step" that has its batches (kill, memory), in "build" (memory).
     event: str = ""
-    #: Number of the step. Of a validation: its number since the start of the process.
+    #: Number of the step.
     number: int = 0
     rank: int = 0
 
@@ -88,20 +84,9 @@ NO_FAULT = Fault()
 
 def inject(fault: Fault) -> None:
     """Prepare this process for a fault, before it trains."""
-    from titanlite.data.validation_loader import ValidationLoader
-
-    if fault.kind in _SIGNALS:
-        _announce_signals()
-    calls = itertools.count(1)
-    steps = {fault.number}
-
-    def count(_: object) -> None:
-        if next(calls) == fault.number:
-            _strike(fault)
 
     def look(step: int, model: Any, _: object) -> None:
-        if step in steps:
-            steps.remove(step)  # after a rollback the step is repeated without the fault
+        if step == fault.number:
             _strike(fault, model)
 
     if fault.event in _EVENTS:
@@ -114,48 +99,15 @@ def inject(fault: Fault) -> None:
         call_before(
             importlib.import_module("titanlite.assembly.rank_checks"), "check_ranks", _run_out
         )
-    elif fault.event == "validation":
-        call_before(ValidationLoader, "__iter__", count)
     else:
         raise ValueError(f"unknown event {fault.event!r}")
 
 
 def _strike(fault: Fault, model: Any = None) -> None:
-    os.write(1, f"fault: {fault.kind}\n".encode())
-    if fault.kind in _SIGNALS:
-        os.kill(os.getpid(), _SIGNALS[fault.kind])
-        _await_handler()
-    elif fault.kind == "nan":
-        factors = itertools.chain([float("nan")], itertools.repeat(1.0))
-        list(model.parameters())[-1].register_post_accumulate_grad_hook(
-            lambda p: p.grad.mul_(next(factors))
-        )
+    if fault.kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind == "memory":
         list(model.parameters())[-1].register_post_accumulate_grad_hook(_run_out)
-
-
-#: Seconds until a process on a busy machine has surely got its own signal.
-_ARRIVAL_SECONDS = 30.0
-#: Pipes in which Python writes a byte for each signal that its C handler has got.
-_arrivals: list[int] = []
-
-
-def _announce_signals() -> None:
-    """Let `_await_handler` know when this process has got a signal."""
-    arrived, announced = os.pipe()
-    os.set_blocking(announced, False)
-    signal.set_wakeup_fd(announced, warn_on_full_buffer=False)
-    _arrivals.append(arrived)
-
-
-def _await_handler() -> None:
-    """Wait until Python knows of the signal: the handler then runs before the main thread goes on.
-
-    The main thread blocks signals while it computes, so the kernel may give this one to any other
-    thread. On a busy machine that thread runs later than the two batches of a validation.
-    """
-    for arrived in _arrivals:
-        select.select([arrived], [], [], _ARRIVAL_SECONDS)
 
 
 def _run_out(*_: object, **__: object) -> None:

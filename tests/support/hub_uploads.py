@@ -17,14 +17,6 @@ from urllib.parse import unquote
 
 
 @dataclass
-class User:
-    """Whom a token is of. role: read or write."""
-
-    name: str
-    role: str = "write"
-
-
-@dataclass
 class Repository:
     """A repository of a model. branches: name → files of its newest commit."""
 
@@ -36,9 +28,9 @@ class Repository:
 
 @dataclass
 class Uploads:
-    """Repositories that uploads have made. users: token → user."""
+    """Repositories that uploads have made. users: token → name."""
 
-    users: Mapping[str, User]
+    users: Mapping[str, str]
     repositories: dict[str, Repository] = field(default_factory=dict)
 
     def make(self, name: str, private: bool = False) -> None:
@@ -84,12 +76,11 @@ class UploadRoutes:
 
     def _is_refused(self, repository: str) -> bool:
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        user = self.hub.uploads.users.get(token, User(""))
-        owner = repository.partition("/")[0]
-        may_write = user.role == "write" and owner == user.name
-        if not may_write:
-            self._say({"error": "refused"}, 403 if user.name else 401)
-        return not may_write
+        user = self.hub.uploads.users.get(token, "")
+        is_refused = repository.partition("/")[0] != user
+        if is_refused:
+            self._say({"error": "refused"}, 403 if user else 401)
+        return is_refused
 
     def _create(self, asked: Mapping[str, Any]) -> None:
         repository = f"{asked['organization']}/{asked['name']}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 
+from tests.support.processes import until
 from titanlite.checkpoint.store_paths import AnyPath
 from titanlite.runs.lock import LockedError, RunLock
 
@@ -27,9 +27,7 @@ def compete(place: AnyPath, count: int) -> tuple[int, int]:
     threads = [threading.Thread(target=attempt) for _ in range(count)]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + 300
-    while len(outcomes) < count and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(lambda: len(outcomes) == count)
     over.set()
     for thread in threads:
         thread.join()

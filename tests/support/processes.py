@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -93,6 +93,14 @@ def _command(
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     sys.argv = ["titanlite", *words]
     sys.exit(cli.main())
+
+
+def until(condition: Callable[[], object], seconds: float = 300) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come"
+        time.sleep(0.02)
 
 
 def ended(pid: int, seconds: float = 300) -> bool:

@@ -6,14 +6,13 @@ import subprocess
 from pathlib import Path
 
 from tests.support.hub_server import HubServer
-from tests.support.hub_uploads import Uploads, User
+from tests.support.hub_uploads import Uploads
 from tests.support.processes import titanlite
 
 #: Tokens of the users that the tests know. No file may hold one.
 TOKENS = {
-    "hf_planted_ada": User("ada"),
-    "hf_planted_bob": User("bob"),
-    "hf_planted_eve": User("eve", role="read"),
+    "hf_planted_ada": "ada",
+    "hf_planted_bob": "bob",
 }
 ADA = "hf_planted_ada"
 

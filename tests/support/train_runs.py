@@ -8,7 +8,6 @@ from typing import Any
 
 from tests.support import ranks as local_ranks
 from tests.support.faults import NO_FAULT, Fault
-from tests.support.run_results import checkpoint, differing
 from tests.support.tiny import EIGHT_STEPS
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.data.batch_hash import add_hashes
@@ -24,6 +23,15 @@ TINY = [
     "--checkpoint.enable_checkpoint",
     f"--checkpoint.interval={INTERVAL}",
 ]
+
+
+def differing(left: Path, right: Path) -> list[str]:
+    """Return the tensors of two checkpoints that are not equal bit for bit."""
+    # It imports torch.
+    from titanlite.cli.hub.compare_checkpoints import Contents, compare
+
+    found = compare(Contents(left), Contents(right))
+    return [one.name for one in found if one.elements or one.left != one.right]
 
 
 def flags(folder: Path, *more: str) -> list[str]:
@@ -66,7 +74,7 @@ def global_batches(folder: Path, ranks: int) -> dict[int, str]:
 
 def unequal(left: Path, right: Path, step: int = STEPS) -> list[str]:
     """Tensors of the checkpoints of a step that are not the same bit for bit in the two runs."""
-    folders = [checkpoint(run, step) for run in (left, right)]
+    folders = [run / "checkpoint" / f"step-{step}" for run in (left, right)]
     states = []
     for folder in folders:
         train = read_manifest(folder).train

@@ -30,124 +30,59 @@ NAN = float("nan")
 INF = float("inf")
 
 
-def _train(
-    world: DistEnv, run: Run, policy: Any, where: str, value: float | None
-) -> dict[str, Any]:
-    """Six steps with `value` in the loss, a gradient or an activation of the third on the last
-    rank.
+def _train(world: DistEnv, run: Run, left_out: bool) -> dict[str, Any]:
+    """Six steps with a NaN in an activation of the third on the last rank.
 
-    value: None for five steps, without that batch.
+    left_out: five steps, without that batch.
     """
     loss = tensor_loss(cross_entropy_sum) if run.tensor > 1 else cross_entropy_sum
-    guard = FiniteGuard(world.device, policy, max_skips=1)
+    guard = FiniteGuard(world.device, "skip", max_skips=1)
     model, optimizer, take = stepper(world, run, guard=guard, loss_function=loss)
     poison = False
 
-    def spoil_gradient(gradient: torch.Tensor) -> torch.Tensor:
-        return (
-            gradient.masked_fill(torch.ones_like(gradient, dtype=torch.bool), value)
-            if poison
-            else gradient
-        )
-
     def spoil(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
-        if not poison:
-            return out
-        if where == "gradient":
-            out.register_hook(spoil_gradient)
-            return out
-        return out + torch.tensor(value) if where == "loss" else out * torch.tensor(value)
+        return out * NAN if poison else out
 
     for name, module in model.named_modules():
-        if name.endswith(W2) if where == "activation" else module is model:
+        if name.endswith(W2):
             module.register_forward_hook(spoil)
     states: list[dict[str, torch.Tensor]] = []
-    skipped: list[tuple[int, list[int]]] = []
-    error: BadStepError | None = None
+    skipped: list[int] = []
     for step in range(1, 7):
-        if value is None and step == BAD:
+        if left_out and step == BAD:
             continue
-        poison = value is not None and step == BAD and world.rank == world.size - 1
+        poison = not left_out and step == BAD and world.rank == world.size - 1
         take(step, 3e-3, step - 1, pipeline=run_stages(model, run, world, loss))
         states.append(state_of(model, optimizer))
-        try:
-            if error is None:
-                guard.poll()
-        except BadStepError as caught:
-            error = caught
-        skipped += [(bad.step, bad.ranks) for bad in guard.skipped()]
-    told = None if error is None else (error.step, error.done, error.ranks, str(error))
-    return {"states": states, "skipped": skipped, "error": told}
+        guard.poll()
+        skipped += [bad.step for bad in guard.skipped()]
+    return {"states": states, "skipped": skipped}
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
-    ("implementation", "where", "value"),
-    [("fused", "gradient", NAN), ("foreach", "loss", NAN), ("for-loop", "gradient", INF)],
-)
-def test_poison_on_one_rank_stops_all_and_reaches_no_weight(
-    pool: Pools, implementation: str, where: str, value: float
-) -> None:
-    results = pool(2).run(_train, replace(RUN, implementation=implementation), "stop", where, value)
-    for result in results:
-        states = result["states"]
-        assert not equal_states(states[0], states[1]), "healthy steps must train"
-        assert all(equal_states(state, states[BAD - 2]) for state in states[BAD - 1 :]), (
-            "the bad step, and all after it"
-        )
-        assert result["error"] == results[0]["error"], "all ranks stop alike"
-        assert result["error"][:3] == (BAD, BAD - 1, [1] if where == "loss" else [])
-        assert ("backward pass" in result["error"][3]) == (where == "gradient")
-
-
-def _spread(**changes: Any) -> Any:
-    return pytest.param(replace(RUN, **changes), NAN, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(
-    ("run", "value"),
+    "changes",
     [
-        (replace(RUN, implementation="foreach"), NAN),
-        _spread(tensor=2, accumulation=2),
-        _spread(context=2),
-        _spread(pipeline=2),
+        {"implementation": "fused"},
+        {"implementation": "foreach"},
+        {"implementation": "for-loop"},
+        {"tensor": 2, "accumulation": 2},
+        {"context": 2},
+        {"pipeline": 2},
     ],
-    ids=["foreach", "tensor", "context", "pipeline"],
+    ids=str,
 )
-def test_a_skipped_step_leaves_no_trace(pool: Pools, run: Run, value: float) -> None:
-    without = pool(2).run(_train, run, "skip", "activation", None)
-    for found, other in zip(
-        pool(2).run(_train, run, "skip", "activation", value), without, strict=True
-    ):
+def test_a_skipped_step_leaves_no_trace(pool: Pools, changes: dict[str, Any]) -> None:
+    run = replace(RUN, **changes)
+    without = pool(2).run(_train, run, True)
+    for found, other in zip(pool(2).run(_train, run, False), without, strict=True):
         states = found["states"]
-        assert [step for step, _ in found["skipped"]] == [BAD]
+        assert found["skipped"] == [BAD]
         assert equal_states(states[BAD - 1], states[BAD - 2]), (
             "weights, moments and step count stay bit for bit"
         )
         assert not equal_states(states[BAD], states[BAD - 1]), "the step after it trains"
         assert equal_states(states[-1], other["states"][-1]), "as if the batch had never been there"
-
-
-def _zero_probability(world: DistEnv) -> tuple[bool, int]:
-    guard = FiniteGuard(world.device)
-    model, _, take = stepper(world, RUN, guard=guard)
-    target = next(int(t) for t in LABELS[0].flatten() if t >= 0)
-    model.register_forward_hook(
-        lambda module, inputs, logits: logits.masked_fill(
-            torch.arange(logits.shape[-1]) == target, -INF
-        )
-    )
-    result = take(1)
-    with pytest.raises(BadStepError) as caught:
-        guard.poll()
-    return bool(result.grad_norm.isfinite()), caught.value.step
-
-
-def test_infinite_loss_with_finite_gradients_is_caught(pool: Pools) -> None:
-    """A target of probability zero has loss infinity, but a finite gradient: the norm alone would
-    miss it.
-    """
-    assert pool(1).run(_zero_probability) == [(True, 1)]
 
 
 def test_on_a_gpu_a_step_is_known_when_the_next_is_under_way() -> None:
@@ -207,19 +142,15 @@ def test_spikes_are_those_of_the_formula(sigmas: float, window: int) -> None:
     assert 2 < len(flagged) < 100
 
 
-def test_statistics_survive_json_and_decide_alike_to_the_last_bit() -> None:
-    losses = _noisy(8, 300)
-    straight = FiniteGuard(CPU, "skip", 29, 2.0, 30)
-    decisions = [_feed(straight, step, loss) for step, loss in enumerate(losses, 1)]
-    assert decisions.count(False) > 5
-    broken = FiniteGuard(CPU, "skip", 29, 2.0, 30)
-    for step, loss in enumerate(losses, 1):
-        if step % 7 == 0:
-            saved = json.dumps(broken.state_dict())
-            broken = FiniteGuard(CPU, "skip", 29, 2.0, 30)
-            broken.load_state_dict(json.loads(saved))
-        assert _feed(broken, step, loss) == decisions[step - 1]
-    assert broken.state_dict() == straight.state_dict()
+@pytest.mark.parametrize(
+    ("norm", "loss", "good"), [(1.0, 2.0, True), (1.0, INF, False), (NAN, 2.0, False)]
+)
+def test_neither_the_loss_nor_the_norm_alone_is_enough(
+    norm: float, loss: float, good: bool
+) -> None:
+    """A target of probability zero has an infinite loss, but a finite gradient."""
+    value = torch.tensor(loss)
+    assert bool(FiniteGuard(CPU).check(1, torch.tensor(norm), value, value)) == good
 
 
 def test_the_budget_is_of_the_last_steps() -> None:
@@ -239,37 +170,17 @@ def test_the_budget_is_of_the_last_steps() -> None:
 
 
 def _search(world: DistEnv) -> list[str]:
-    def found(*tensors: torch.Tensor) -> str:
-        return find_nonfinite({f"t{i}": tensor for i, tensor in enumerate(tensors)})
-
-    def one(value: float, dtype: torch.dtype, rank: int = 1) -> torch.Tensor:
-        tensor = torch.ones(1000, dtype=dtype)
-        tensor[777] = value if world.rank == rank else 1.0
-        return tensor
-
-    whole = torch.ones(3, dtype=torch.int64)
-    largest = [
-        torch.full((100,), torch.finfo(t).max, dtype=t)
-        for t in (torch.float16, torch.bfloat16, torch.float32)
-    ]
-    return [
-        found(whole, torch.empty(0), *largest, torch.ones(3, dtype=torch.float64) * 1e300),
-        *(
-            found(whole, *largest, one(NAN, t))
-            for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-        ),
-        found(one(-INF, torch.float32), one(NAN, torch.float32)),
-        found(one(1.0, torch.float32), one(NAN, torch.float32, rank=0)),
-        found(torch.tensor([INF, -INF])),
-    ]
+    kinds = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    good = {"whole": torch.ones(3, dtype=torch.int64), "empty": torch.empty(0)}
+    good |= {str(t): torch.full((100,), torch.finfo(t).max, dtype=t) for t in kinds}
+    found = [find_nonfinite(good)]
+    for kind in kinds:
+        tensor = torch.ones(1000, dtype=kind)
+        tensor[777] = NAN if world.rank == 1 else 1.0
+        found.append(find_nonfinite({**good, "bad": tensor}))
+    return [*found, find_nonfinite({**good, "bad": torch.tensor([INF, -INF])})]
 
 
 def test_the_search_finds_what_is_not_finite_and_nothing_else(pool: Pools) -> None:
     for found in pool(2).run(_search):
-        assert found == [
-            "",
-            *["t4 on rank 1"] * 4,
-            "t0 on rank 1",
-            "t1 on rank 0",
-            "t0 on ranks 0, 1",
-        ]
+        assert found == ["", *["bad on rank 1"] * 4, "bad on ranks 0, 1"]

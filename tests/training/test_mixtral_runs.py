@@ -71,23 +71,3 @@ def test_equal_however_the_work_is_divided(
         assert {n: row[n] for n in names} == pytest.approx(
             {n: expected[n] for n in names}, rel=1e-4
         )
-
-
-@pytest.mark.slow
-def test_resumes_on_fewer_ranks_with_muon(pool: Pools, tmp_path: Path) -> None:
-    """Two ranks cannot share three experts as a whole, so each holds rows of all."""
-    more = [
-        "--model.overrides.n_experts=3",
-        "--optimizer.name=Muon",
-        "--lr_scheduler.total_steps=4",
-    ]
-    straight = pool(1).run(_run, str(tmp_path / "straight"), *more)[0]
-    flags = [str(tmp_path / "parts"), *more, "--checkpoint.enable_checkpoint"]
-    begun = pool(2).run(_run, *flags, "--training.steps=2")[0]
-    rows = pool(1).run(_run, *flags)[0]
-    assert len(begun) == 2
-    assert len(rows) == 4
-    for name in ("loss", "grad_norm", "experts/entropy"):
-        assert [row[name] for row in rows] == pytest.approx(
-            [row[name] for row in straight], rel=2e-3
-        ), name

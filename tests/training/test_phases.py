@@ -6,18 +6,25 @@ over its sequences, so the hash of a larger step is the sum over several of the 
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.support.train_runs import TINY, flags, global_batches, rows, train, unequal
-from titanlite.assembly.datasets import read_datasets
+from tests.support.train_runs import (
+    STEPS,
+    TINY,
+    batches,
+    flags,
+    global_batches,
+    rows,
+    train,
+    unequal,
+)
 from titanlite.assembly.phase_resize import Resizer
 from titanlite.config.data_sections import DataPhase
 from titanlite.config.run_sections import Comm, Stall
@@ -75,47 +82,33 @@ def mixture(folder: Path) -> list[str]:
     return ["--data.streaming", "--data.lanes=4", "--data.shuffle_buffer=16", text]
 
 
+def stop_and_go_on(whole: Path, ranks: int, stops: tuple[int, ...], *more: str) -> None:
+    """Train as `whole` was on so many ranks, with stops after these steps: the end is the same."""
+    folder = whole.with_name("stopped")
+    for last in (*stops, STEPS):
+        asked = flags(folder, *more, f"--training.steps={last}")
+        codes, console = train(asked, ranks, folder.parent / "console")
+        assert codes == [0] * ranks, console
+    assert rows(folder) == rows(whole)
+    assert batches(folder, ranks) == batches(whole, ranks)
+    assert unequal(folder, whole) == []
+
+
 @pytest.mark.slow
-def test_a_ramp_of_batches_serves_each_sequence_once_on_any_number_of_ranks(
+def test_a_ramp_of_batches_is_exact_on_four_ranks_also_when_it_is_stopped_at_its_borders(
     tmp_path: Path,
 ) -> None:
-    """The straight run has one rank."""
-    more = mixture(tmp_path / "lines")
-    wanted = cut(straight(tmp_path / "straight", *more), SIZES)
-    folder = tmp_path / "run"
-    codes, console = train(flags(folder, *more, PHASES), 4, tmp_path / "console")
+    """The straight run, which tells the order of the text, has one rank."""
+    more = [*mixture(tmp_path / "lines"), PHASES]
+    wanted = cut(straight(tmp_path / "straight", *more[:-1]), SIZES)
+    folder = tmp_path / "whole"
+    codes, console = train(flags(folder, *more), 4, tmp_path / "console")
     assert codes == [0] * 4, console
     assert global_batches(folder, 4) == wanted
     assert tokens(folder) == [sum(SIZES[:step]) * SEQ_LEN for step in range(1, 9)]
     assert "from here on a step has 8 sequences of 16 tokens, 128 in all; it had 4" in console
-
-
-@pytest.mark.slow
-def test_skipped_steps_are_those_of_the_ramp(tmp_path: Path) -> None:
-    hashes = straight(tmp_path / "straight")
-    folder = tmp_path / "skip"
-    wanted = cut(hashes, SIZES)
-    more = [PHASES, "--data.skip_steps=[2,4]", "--training.steps=6"]
-    codes, console = train(flags(folder, *more), 2, tmp_path / "console")
-    assert codes == [0, 0], console
-    # Undisturbed, step 2 has sequences 4 to 8, and step 4 those of 16 to 24.
-    left = [hashes[0], *hashes[2:4], *hashes[6:]]
-    assert global_batches(folder, 2) == cut(left, SIZES[:6])
-    assert global_batches(folder, 2)[1] == wanted[1]
-
-
-@pytest.mark.slow
-def test_another_batch_for_steps_that_are_done_is_refused(tmp_path: Path) -> None:
-    more = ["--training.steps=4", "--data.phase=[{step=3,global_batch_size=8}]"]
-    assert train(flags(tmp_path / "run", *more), 1, tmp_path / "console")[0] == [0]
-    late: list[Any] = ["--training.steps=6", "--data.phase=[{step=2,global_batch_size=12}]"]
-    codes, console = train(flags(tmp_path / "run", *late), 1, tmp_path / "console")
-    assert codes != [0]
-    assert "global batch: 8 there, 12 here" in console
-    later = ["--training.steps=6", f"{more[1][:-1]},{{step=5,global_batch_size=12}}]"]
-    codes, console = train(flags(tmp_path / "run", *later), 1, tmp_path / "console")
-    assert codes == [0], console
-    assert tokens(tmp_path / "run") == [64, 128, 256, 384, 576, 768]
+    # Borders are after steps 2, 5 and 7.
+    stop_and_go_on(folder, 4, (2, 3, 5, 7), *more)
 
 
 #: Steps of 8 sequences of 16 tokens, from step 3 on 4 of 32, from step 6 on 4 of 64, then 16 of 16.
@@ -123,87 +116,23 @@ LENGTHS = (
     "--data.phase=[{step=3,seq_len=32,global_batch_size=4,lr=0.002},{tokens=640,seq_len=64},"
     "{step=8,seq_len=16,global_batch_size=16}]"
 )
-#: Sequences and tokens of each.
-SHAPES = [(8, 16), (8, 16), (4, 32), (4, 32), (4, 32), (4, 64), (4, 64), (16, 16)]
 EIGHT = ["--training.global_batch_size=8"]
-
-
-def hash_of(parts: list[Any], shape: tuple[int, int]) -> str:
-    """Return the hash of sequences. parts: tokens and labels, perhaps documents, cut into this
-    shape.
-    """
-    total = 0
-    for sequence in zip(*(part.reshape(shape) for part in parts), strict=True):
-        own = [*sequence[:2], *(documents - documents[0] for documents in sequence[2:])]
-        content = np.stack(own).astype("<i8").tobytes()
-        total += int.from_bytes(hashlib.blake2b(content, digest_size=16).digest(), "little")
-    return f"{total % (1 << 128):032x}"
-
-
-def oracle(rows: list[Any], shapes: list[tuple[int, int]]) -> dict[int, str]:
-    """Cut a stream of rows, (tokens, labels) each, into steps of these shapes."""
-    streams = [np.concatenate(parts) for parts in zip(*rows, strict=True) if parts[0] is not None]
-    found = {}
-    place = 0
-    for step, (sequences, seq_len) in enumerate(shapes, 1):
-        end = place + sequences * seq_len
-        found[step] = hash_of([stream[place:end] for stream in streams], (sequences, seq_len))
-        place = end
-    return found
-
-
-def rows_of(*more: str) -> list[Any]:
-    """Return the rows of 64 tokens of a run without phases."""
-    run = load_config("debug_model.toml", 1, [*TINY, *more, "--training.seq_len=64"])
-    data = read_datasets(run).train
-    return [data.sequence(number) for number in range(sum(n * s for n, s in SHAPES) // 64)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mixture", "masks"])
-def test_sequences_of_other_lengths_go_on_in_one_stream_of_tokens(
-    tmp_path: Path, kind: str
-) -> None:
-    more = [*EIGHT, "--data.mask_documents"]
-    if kind == "mixture":
-        more = [*EIGHT, *mixture(tmp_path / "lines")]
-    seen = []
-    for ranks in (1, 2):
-        folder = tmp_path / str(ranks)
-        codes, console = train(flags(folder, *more, LENGTHS), ranks, tmp_path / "console")
-        assert codes == [0] * ranks, console
-        seen.append(global_batches(folder, ranks))
-        wanted = [sum(n * s for n, s in SHAPES[:step]) for step in range(1, 9)]
-        assert tokens(folder) == wanted
-    assert seen[0] == seen[1]
-    assert seen[0] == oracle(rows_of(*more), SHAPES)
-    losses = [[row[1] for row in rows(tmp_path / str(ranks))] for ranks in (1, 2)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.slow
 def test_a_resume_around_a_border_of_lengths_is_exact_also_on_other_ranks(tmp_path: Path) -> None:
-    more = [*EIGHT, LENGTHS]
+    more = [*mixture(tmp_path / "lines"), "--data.mask_documents", *EIGHT, LENGTHS]
     whole = tmp_path / "whole"
     assert train(flags(whole, *more), 2, tmp_path / "console")[0] == [0, 0]
+    stop_and_go_on(whole, 2, (2, 6), *more)
+    alone = tmp_path / "alone"
+    shutil.copytree(whole, alone, ignore=shutil.ignore_patterns("batches.*", "step-8", "step-6"))
+    codes, console = train(flags(alone, *more), 1, tmp_path / "console")
+    assert codes == [0], console
     wanted = global_batches(whole, 2)
-    # Borders are after steps 2, 5 and 7.
-    for stopped in (2, 6):
-        first = tmp_path / f"to-{stopped}"
-        codes, console = train(
-            flags(first, *more, f"--training.steps={stopped}"), 2, tmp_path / "console"
-        )
-        assert codes == [0, 0], console
-        for ranks in (1, 2):
-            again = tmp_path / f"{stopped}-{ranks}"
-            shutil.copytree(first, again, ignore=shutil.ignore_patterns("batches.*"))
-            codes, console = train(flags(again, *more), ranks, tmp_path / "console")
-            assert codes == [0] * ranks, console
-            found = global_batches(again, ranks)
-            assert found == {step: wanted[step] for step in range(stopped + 1, 9)}
-            assert tokens(again) == tokens(whole)
-        assert rows(tmp_path / f"{stopped}-2") == rows(whole)
-        assert unequal(whole, tmp_path / f"{stopped}-2") == []
+    assert global_batches(alone, 1) == {step: wanted[step] for step in range(5, 9)}
+    sizes = [128, 128, 128, 128, 128, 256, 256, 256]
+    assert tokens(alone) == tokens(whole) == list(itertools.accumulate(sizes))
 
 
 #: Flags of runs that are divided over ranks.
@@ -283,7 +212,6 @@ def test_the_routers_losses_are_divided_by_the_tokens_of_the_step_under_way() ->
     experts = [model.get_submodule(name) for name in layers.experts]
     parts: Any = SimpleNamespace(model=model, moe_layers=layers, runner=None, loss=None)
     resize = Resizer(run, parts, run.course.size(1))
-    for step, (sequences, seq_len) in enumerate(SHAPES, 1):
+    for step, tokens in ((3, 128), (6, 256)):
         resize(run.course.size(step))
-        if step >= 3:
-            assert {expert.step_tokens for expert in experts} == {sequences * seq_len}
+        assert {expert.step_tokens for expert in experts} == {tokens}

@@ -63,27 +63,16 @@ def test_a_weight_that_differs_is_named_with_its_ranks(
     assert f"at step 1 between rank 0 and rank 1, which must hold the same: {name}. " in first[0]
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
-    "flags",
-    [(TENSOR,), (PIPELINE,)],
-    ids=["tensor", "pipeline"],
+    ("ranks", "flags"),
+    [(2, (TENSOR,)), (2, (PIPELINE,)), (4, (CONTEXT, REPLICATE)), (4, (*EXPERTS, REPLICATE))],
+    ids=["tp", "pp", "cp, ddp", "ep, hsdp"],
 )
 def test_weights_that_agree_are_not_named(
-    pool: Pools, tmp_path: Path, flags: tuple[str, ...]
+    pool: Pools, tmp_path: Path, ranks: int, flags: tuple[str, ...]
 ) -> None:
-    assert pool(2).run(warnings_of, str(tmp_path), [], *flags) == [[], []]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param((CONTEXT, REPLICATE), id="cp, ddp"),
-        pytest.param((*EXPERTS, REPLICATE), id="ep, hsdp"),
-    ],
-)
-def test_four_ranks_agree(pool: Pools, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    assert pool(4).run(warnings_of, str(tmp_path), [], *flags) == [[]] * 4
+    assert pool(ranks).run(warnings_of, str(tmp_path), [], *flags) == [[]] * ranks
 
 
 @pytest.mark.slow

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import math
+import re
 import subprocess
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 
@@ -15,17 +15,14 @@ from tests.support.golden_run import GoldenRun
 from tests.support.pool import Pools
 from tests.support.processes import ROOT, TORCHRUN, python
 from tests.support.ranks import train
-from tests.support.tiny import TWENTY_STEPS, TWO_LAYERS, size
+from tests.support.tiny import TWENTY_STEPS, size
 from tests.support.whole_runs import losses_of, make_trainer, train_run
-from titanlite import build, exit_codes, load_config
-from titanlite.checkpoint.errors import CheckpointError
-from titanlite.checkpoint.loaded import LoadedState
-from titanlite.checkpoint.resume import begin_from
+from titanlite import exit_codes
+from titanlite.checkpoint.manifest import read_manifest
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.dist.dist_env import DistEnv
 from titanlite.runs.attempts import read_attempts
 from titanlite.runs.lines import read_metrics
-from titanlite.trainer import Trainer
 
 #: The flags with which a resumed `golden` run trains as it did.
 SKIP = "--guard.policy=skip"
@@ -73,45 +70,8 @@ def test_training_lowers_the_loss_and_validation_measures_the_same_tokens(
     assert (
         validations[20]["validation_loss"] < validations[10]["validation_loss"] < losses[1]["loss"]
     )
-
-
-@pytest.mark.slow
-def test_finished_run_says_how_to_go_on(pool: Pools, golden: GoldenRun, tmp_path: Path) -> None:
-    golden.copy(tmp_path)
-    again = pool(2).run(train_run, str(tmp_path), "--training.steps=20")[0]
-    assert again["step"] == 24
-    assert len(losses_of(again["rows"])) == 24
-    (line,) = [line for line in again["said"] if "nothing to do" in line]
-    assert "is of step 24 and the run has 20 steps" in line
-    assert "raise training.steps" in line
-    assert not any("schedule changed" in line for line in again["said"])
-
-
-@pytest.mark.slow
-def test_a_run_that_has_kept_its_weights_alone_has_ended(pool: Pools, tmp_path: Path) -> None:
-    flags = [
-        "--checkpoint.model_weights_only",
-        "--checkpoint.last_save_in_hf",
-        "--training.steps=2",
-    ]
-    first, again = (pool(1).run(train_run, str(tmp_path), *flags)[0] for _ in range(2))
-    assert (first["step"], again["code"]) == (2, exit_codes.CHECKPOINT)
-    assert "this run has ended there" in again["error"]
-
-
-@pytest.mark.parametrize(
-    ("train", "name"),
-    [({}, "tokens_seen"), ({"data": 3}, "data"), ({"guard": {"losses": ["a"]}}, "guard")],
-)
-def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused(
-    train: dict[str, Any], name: str
-) -> None:
-    """To begin at step 1 with its weights would look like success."""
-    good = {"tokens_seen": 7, "data": {}} if train else {}
-    loaded = LoadedState(10, good | train, folder=Path("step-10"))
-    wanted = f"step-10 does not say where its run continues: {name} in its train state"
-    with pytest.raises(CheckpointError, match=wanted):
-        begin_from(cast("Trainer", None), loaded)
+    saved = read_manifest(golden.folder / "checkpoint" / "step-20")
+    assert saved.validation_loss == validations[20]["validation_loss"]
 
 
 @pytest.mark.slow
@@ -164,25 +124,6 @@ def test_other_text_tokenizer_order_or_model_is_refused(
             assert "data.seed: " in refused["error"]
 
 
-def _length(world: DistEnv, *flags: str) -> tuple[int, int | None]:
-    """Steps of a run that a loop of one's own builds, and of its schedule."""
-    parts = build(load_config("debug_model.toml", world.size, [*TWO_LAYERS, *flags]), world)
-    parts.close()
-    return parts.steps, parts.learning_rate.schedule.total_steps
-
-
-def test_a_run_in_epochs_that_is_built_by_hand_has_its_length(pool: Pools, tmp_path: Path) -> None:
-    texts = [f"Verse {n}: in the beginning was the word." * n for n in range(1, 20)]
-    text = tmp_path / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
-    tokenizer = load_tokenizer(str(BUNDLED_TOKENIZER))
-    tokens = 3 * sum(len(tokenizer.encode_document(one)) for one in texts)
-    flags = ["--training.epochs=3", f"--training.dataset_path={text}", "--training.batch_size=2"]
-    flags += ["--no-validation.enable", f"--job.dump_folder={tmp_path}"]
-    steps = math.ceil(math.ceil((tokens - 1) / 32) / 2)
-    assert pool(1).run(_length, *flags) == [(steps, steps)]
-
-
 @pytest.mark.slow
 def test_epochs_end_where_the_text_ends(pool: Pools, tmp_path: Path) -> None:
     """On 1 and 2 ranks: the same steps and losses, those of the padded last batch too."""
@@ -195,7 +136,9 @@ def test_epochs_end_where_the_text_ends(pool: Pools, tmp_path: Path) -> None:
         "--no-checkpoint.enable_checkpoint",
     ]
     one, two = (pool(n).run(train_run, str(tmp_path / str(n)), *flags)[0] for n in (1, 2))
-    assert one["step"] == two["step"] > 3
+    tokenizer = load_tokenizer(str(BUNDLED_TOKENIZER))
+    tokens = 2 * sum(len(tokenizer.encode_document(verse)) for verse in verses)
+    assert one["step"] == two["step"] == math.ceil((tokens - 1) / 32 / 8)
     for step, (loss, norm, _) in losses_of(one["rows"]).items():
         other = losses_of(two["rows"])[step]
         assert abs(loss - other[0]) < 5e-6
@@ -334,3 +277,15 @@ def test_the_shipped_default_learns(tmp_path: Path) -> None:
     losses = losses_of(read_metrics(tmp_path / "metrics.jsonl"))
     last = [losses[step][0] for step in range(36, 41)]
     assert losses[1][0] - sum(last) / len(last) > 1.0
+
+
+def test_a_run_reports_everything_once(golden: GoldenRun) -> None:
+    said, _ = golden.console()
+    names = ["versions", "model", "tokenizer", "compute", "devices", "mesh"]
+    names += ["data", "global batch", "length", "optimizer", "schedule"]
+    column = len("global batch") + 2
+    rows = [line for line in said if line[:column].strip() in names and line[column - 1] == " "]
+    assert [row[:column].strip() for row in rows] == names
+    assert not any(line.startswith(("activations ", "memory ")) for line in said), "of GPUs alone"
+    assert not any(line.startswith("note: tokens per step") for line in said)
+    assert not re.search(r"(?<![\d.,])1 [a-z-]+(?<!s)s\b", "\n".join(rows))

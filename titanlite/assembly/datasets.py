@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from titanlite.config.errors import refuse, unfit
+from titanlite.config.errors import refuse
 from titanlite.data.dataset_builder import Share, TextReader, alone
+from titanlite.data.dataset_sources import endless
 from titanlite.data.rows import Rows
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.run.config import RunConfig
@@ -105,12 +106,7 @@ def read_held_out(run: RunConfig, tokenizer: Tokenizer, share: Share = alone) ->
     """
     seq_len = run.validation.seq_len or run.training.seq_len
     found = text_reader(run, tokenizer, share).held_out(run.validation, seq_len)
-    streams = []
-    for name, rows in found.items():
-        if rows.total_sequences is None:
-            streams.append(name or run.validation.dataset)
-    if streams and run.validation.steps == -1:
-        endless = ", ".join(streams)
-        message = f"-1 is a full pass, and {endless} is read as a stream, which has no known end"
-        raise unfit("validation.steps", message, "give a number of batches")
+    if run.validation.steps == -1:
+        names = [name for name, rows in found.items() if rows.total_sequences is None]
+        refuse([endless(name or run.validation.dataset) for name in names])
     return found

@@ -7,13 +7,12 @@ Importing this module needs no torch; the functions that need it import it.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from titanlite.config.errors import Problem, refuse
 from titanlite.dist import ParallelismError
-from titanlite.resolve.model_rules import tensor_problems
+from titanlite.resolve.model_rules import group_problems, tensor_problems
 from titanlite.run.config import RunConfig
 
 
@@ -82,12 +81,7 @@ def optimizer_problems(run: RunConfig, args: Any) -> Iterator[Problem]:
     if not run.optimizer.groups:
         return
     names = [name for name, _ in run.spec.build_on_meta(args).named_parameters()]
-    for index, group in enumerate(run.optimizer.groups):
-        if any(re.search(group.pattern, name) for name in names):
-            continue
-        message = f"{group.pattern!r} is found in no parameter's name"
-        hint = f"names are such as {', '.join(names[:2])}, {names[-1]}"
-        yield Problem("does-not-fit", f"optimizer.groups[{index}].pattern", message, hint)
+    yield from group_problems(run, names)
 
 
 def fsdp_problems(run: RunConfig, args: Any) -> Iterator[Problem]:

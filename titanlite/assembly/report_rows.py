@@ -42,10 +42,10 @@ def report_lines(parts: TrainingComponents, steps: int, peak: float | None) -> l
     """
     run = with_steps(parts.run, steps)
     rows = [*_rows(parts, run, peak)]
-    rows += [("note", note.text) for note in run.notes if not note.warns]
+    rows += [("warning" if note.warns else "note", note.text) for note in run.notes]
     name = public_name(run.training.dataset_path or run.training.dataset)
     datasets = parts.datasets
-    warnings = [*filter(None, [accelerator_warning()]), *run.warnings]
+    warnings = [*filter(None, [accelerator_warning()])]
     warnings += file_warnings(datasets.train, name)
     for title, held_out in datasets.validation.items():
         warnings += file_warnings(held_out, f"validation {title}".strip())

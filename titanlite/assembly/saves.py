@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.assembly.datasets import Datasets
 from titanlite.assembly.fingerprints import fingerprints
-from titanlite.checkpoint.hf_files import hf_form
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.schedule import SaveSchedule
-from titanlite.config.errors import unfit
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models.args import as_record
 from titanlite.run.config import RunConfig
@@ -37,18 +35,10 @@ def build_saves(
     datasets: Datasets,
     average: WeightAverage | None,
 ) -> SaveParts:
-    """Build what saves a run and the weights' average. All ranks call it together.
-
-    Raises ConfigError if the model has no form for Hugging Face.
-    """
+    """Build what saves a run and the weights' average. All ranks call it together."""
     from titanlite.data.tokenizer.export_files import hf_files
     from titanlite.data.tokenizer.load_local import tokenizer_path
 
-    if run.checkpoint.last_save_in_hf:
-        try:
-            hf_form(run.spec, args)
-        except ValueError as error:
-            raise unfit("checkpoint.last_save_in_hf", str(error)) from None
     prints = fingerprints(run.model.name, args, datasets)
     tokenizer = tokenizer_path(run.model.tokenizer_path, run.model.name)
     about: dict[str, Any] = {

@@ -14,8 +14,8 @@ from titanlite.config.errors import bad_flag, nearest
 Commands = Any  # argparse._SubParsersAction[argparse.ArgumentParser]
 
 BASE = "the weights under adapters (default: where the adapters say that they are)"
-EMA = "take the average of the weights (optimizer.ema_decay), of a checkpoint"
-FILES = "TOML file, or several, later ones over earlier ones; also looked up in train_configs/"
+EMA = "use the average of the weights that a checkpoint holds (default: the weights themselves)"
+FILES = "one or more TOML files, later ones over earlier ones; also looked up in train_configs/"
 #: What the help of a command says that takes keys of the config.
 FLAGS = (
     "Any further --section.key VALUE is laid over the file, as for train.py: --training.steps 100, "
@@ -101,6 +101,11 @@ GONE = {
     "checkpoint inspect": "`jq . step-N/manifest.json` prints step, tensors, files and config",
     "checkpoint ls --json": "the file manifest.json of each step has it",
     "checkpoint rm": "delete the folder step-N; a run passes over one that is half deleted",
+    "convert": (
+        "`titanlite export` writes Hugging Face and PEFT folders, and "
+        "checkpoint.initial_load_path reads those and torchtitan's"
+    ),
+    "verify-resume": "`titanlite checkpoint diff` compares two checkpoints tensor by tensor",
     "config diff": "`diff` compares what `titanlite config show` prints of each file",
     "config explain --changed": "`titanlite config show --changed` prints them",
     "config show --aws-fsdp": "docs/config.md has the key of each argument",
@@ -110,7 +115,10 @@ GONE = {
     "data verify --json": "the exit status tells whether the folder is whole",
     "doctor --json": "the exit status tells whether there are errors",
     "eval --nproc-per-node": "`torchrun --nproc_per_node 8 -m titanlite eval` starts several ranks",
-    "import": "checkpoint.initial_load_path takes the folder itself",
+    "import": (
+        "`titanlite train --checkpoint.initial_load_path FOLDER` starts from weights of Hugging "
+        "Face, PEFT or torchtitan as they are"
+    ),
     "ladder --at": "name the config of the size",
     "ladder --gpu": "`titanlite plan` tells time and memory of a run",
     "ladder --fit": "the same command fits the finished runs again",

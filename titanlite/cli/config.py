@@ -46,8 +46,8 @@ def add_commands(commands: Commands) -> None:
     add("files", FILES, "FILE", nargs="*")
     ranks = "ranks to check for (default: the fewest that fit)"
     add("--world-size", ranks, "N", type=int)
-    add("--strict", "also refuse files that are not there, as training does")
-    add("--all", "show every note")
+    add("--strict", "refuse files that are missing here, as training does (default: list them)")
+    add("--all", "show every note (default: the five gravest)")
     add = add_to_group(
         actions,
         _explain,
@@ -56,7 +56,7 @@ def add_commands(commands: Commands) -> None:
         FLAGS,
     ).add
     add("words", "a key or section to explain in depth, and the TOML file", "KEY|FILE", nargs="*")
-    add("--all", "with a FILE: every key")
+    add("--all", "show every key (default: those that the file and the flags set)")
     add = add_to_group(
         actions,
         _show,
@@ -65,7 +65,7 @@ def add_commands(commands: Commands) -> None:
         FLAGS,
     ).add
     add("files", FILES, "FILE", nargs="*")
-    add("--changed", "only values that are no defaults, without comments")
+    add("--changed", "print only values that differ from their defaults, without comments")
 
 
 def _show(arguments: argparse.Namespace) -> str:

@@ -33,14 +33,14 @@ def add_commands(commands: Commands) -> None:
     more = "After a crash the same command continues where it was, and the result is the same."
     add = add_to_group(actions, _prepare, help, more).add
     add("source", "file, folder, pattern, URL, name of text, id of the hub", "SOURCE")
-    add("--out", "where the tokens go", "FOLDER", required=True, type=Path)
+    add("--out", "folder in which the tokens are written", "FOLDER", required=True, type=Path)
     add("--subset", "part of a data set of the hub (default: the usual one)", "NAME")
     split = (
         "split of a data set of the hub (default: train), or of a folder that has several; all: "
         "each of them"
     )
     add("--split", split, "NAME")
-    add("--tokenizer", "as model.tokenizer_path: the model's, or bundled", "PATH", required=True)
+    add("--tokenizer", "tokenizer file or folder of the model, or bundled", "PATH", required=True)
     add("--text-key", "field that holds the text (default: text)", "KEY")
     add("--prompt-key", "field that is read and not trained on", "KEY")
     add("--completion-key", "field that follows the prompt and is trained on", "KEY")
@@ -63,7 +63,7 @@ def add_commands(commands: Commands) -> None:
     parser.add("--rows", "sequences to print (default: 2)", "N", type=int, default=2)
     first = "number of the first one, as in guard.jsonl (default: 0)"
     parser.add("--first", first, "N", type=int, default=0)
-    parser.add("--validation", "the validation's text instead")
+    parser.add("--validation", "show the text of validation (default: that of training)")
 
 
 def _prepare(arguments: argparse.Namespace) -> str | tuple[str, int]:

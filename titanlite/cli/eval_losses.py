@@ -63,6 +63,7 @@ _GONE = {*UNSUPPORTED, *NAMES["gone"]} - {"data.record"}
 #: Takes from the other sections what only training needs.
 _NO_TRAINING = (
     "--data.phase=[]",
+    "--data.packing=split",
     "--training.dataset=c4_test",
     "--training.dataset_path=none",
     "--data.source=[]",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 PRECISIONS = ("float32", "bfloat16", "float16")
-DTYPE = "precision of the weights; as they are without it"
+DTYPE = "precision of the weights (default: that of the source)"
 
 
 def add_command(commands: Commands) -> None:

@@ -50,8 +50,12 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("system", choices=list(_SYSTEMS), help="the scheduler")
     add_files(parser)
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--dry-run", action="store_true", help="print the job, and write nothing")
-    how.add_argument("--submit", action="store_true", help="also submit it")
+    how.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the job and write nothing (default: write its files)",
+    )
+    how.add_argument("--submit", action="store_true", help="submit the job when it is written")
     # A printed job has to work.
     parser.set_defaults(verbatim=True)
 

@@ -30,7 +30,13 @@ def add_command(commands: Commands) -> None:
         "speed. "
         "A run without an end that shows no sign of life has died.",
     )
-    runs.add("folders", "where to look (default: ./outputs)", "FOLDER", nargs="*", type=Path)
+    runs.add(
+        "folders",
+        "folder below which runs are looked for (default: ./outputs)",
+        "FOLDER",
+        nargs="*",
+        type=Path,
+    )
     runs.add("--json", "print a JSON list, one object per run")
     runs.add("--attempts", "show each run's attempts: how each began and ended")
 

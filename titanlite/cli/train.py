@@ -42,11 +42,19 @@ def add_command(commands: Commands) -> None:
         "docs/reliability.md lists it.",
     )
     add_files(parser)
-    ranks = "ranks (default: NGPU of the environment, else one per GPU, else one)"
+    ranks = "ranks on this machine (default: NGPU of the environment, else one per GPU, else one)"
     parser.add_argument("--nproc", "--nproc-per-node", dest="nproc", metavar="N", help=ranks)
-    parser.add("--nnodes", "machines, each with so many ranks (default: 1)", "N", type=int)
-    parser.add("--node-rank", "number of this machine, from 0", "N", type=int, default=0)
-    first = f"address of machine 0, which the others can reach (default port: {PORT})"
+    parser.add(
+        "--nnodes", "number of machines, each with as many ranks (default: 1)", "N", type=int
+    )
+    parser.add(
+        "--node-rank",
+        "number of this machine, counted from 0 (default: 0)",
+        "N",
+        type=int,
+        default=0,
+    )
+    first = f"address at which all machines reach machine 0 (default port: {PORT})"
     parser.add("--master", first, "HOST[:PORT]")
 
 

@@ -48,7 +48,7 @@ def dotted_paths(config: LoadedConfig) -> Iterator[tuple[str, str]]:
         value = config.value(key)
         paths = [value] if isinstance(value, str) else value
         for path in paths:
-            if is_dotted(path):
+            if is_dotted(path) or key == "job.callbacks":
                 yield key, path
 
 

@@ -15,7 +15,13 @@ Ratio = Annotated[float, Meta(ge=0, le=1)]
 Name = Annotated[str, Meta(min_length=1)]
 
 #: A day, as 2025-01-31.
-Day = Annotated[str, Meta(pattern=r"^\d{4}-\d{2}-\d{2}$")]
+Day = Annotated[
+    str,
+    Meta(
+        pattern=r"^\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])$",
+        extra={"words": 'a day, as "2025-01-31"'},
+    ),
+]
 CountOrRest = Annotated[
     int,
     Meta(

@@ -15,10 +15,18 @@ from msgspec.structs import replace as replace_fields
 from titanlite.config.checks import is_there
 from titanlite.config.data_sections import Data, DataSource, Validation
 from titanlite.config.dataset_registry import hub_text
+from titanlite.config.errors import refuse
 from titanlite.config.sections import Training
 from titanlite.config.urls import is_url
 from titanlite.data import DataError
-from titanlite.data.dataset_sources import held_out_texts, key_of, training_texts
+from titanlite.data.dataset_sources import (
+    held_out_texts,
+    is_of_hub,
+    is_stream,
+    key_of,
+    stream_problems,
+    training_texts,
+)
 from titanlite.data.file_kinds import Format
 from titanlite.data.file_stamps import FileStamps, local_stamps
 from titanlite.data.rows import Rows
@@ -98,7 +106,7 @@ class TextReader:
 
             return open_mixture(self, texts, training.seq_len, phases or {})
         [(section, source)] = texts.items()
-        return self.open_with_end(source, section, training.seq_len)
+        return self.open(source, section, training.seq_len, source.epochs)
 
     def held_out(self, validation: Validation, seq_len: int) -> dict[str, Rows]:
         """Return one pass over each held-out text, in file order, by its name; "" for a single
@@ -117,19 +125,6 @@ class TextReader:
                 source = replace_fields(source, split=text.held_out)
             found[name] = reader.open(source, section, seq_len, epochs=1)
         return found
-
-    def open_with_end(self, source: DataSource, section: str, seq_len: int) -> Rows:
-        """Return the sequences of one source in its epochs, see `open`.
-
-        Raises DataError for epochs of a text of unknown length.
-        """
-        rows = self.open(source, section, seq_len, source.epochs)
-        if source.epochs is not None and rows.total_sequences is None:
-            raise DataError(
-                f"{section}.epochs: {source.title} is read as a stream, whose length "
-                "is not known; give training.steps or training.tokens, or data.streaming = false"
-            )
-        return rows
 
     def open(self, source: DataSource, section: str, seq_len: int, epochs: int | None) -> Rows:
         data = self.data
@@ -153,6 +148,7 @@ class TextReader:
         if self._is_stream(files, source):
             from titanlite.data.stream import open_stream
 
+            refuse([*stream_problems(self.data, source, section)])
             return open_stream(self, files, order)
         return self._packed(self._corpus(files), order, epochs, files.listing)
 
@@ -203,7 +199,7 @@ class TextReader:
         name = source.name or ""
         columns = columns_of(self.data, name, source.path, source, self.tokenizer)
         kind: Format = "auto" if source.format == "tokens" else source.format
-        if _is_of_hub(source) or is_url(source.path or ""):
+        if is_of_hub(source) or is_url(source.path or ""):
             from titanlite.data.stream_files import remote_files
 
             return remote_files(source, columns, kind, section, self.patience)
@@ -223,12 +219,9 @@ class TextReader:
         )
 
     def _is_stream(self, files: TextFiles, source: DataSource) -> bool:
-        wanted = self.data.streaming
-        if wanted != "auto":
-            is_bundled = source.path is None and not _is_of_hub(source)
-            return wanted and not is_bundled
-        if is_url(files.names[0]):
-            return True
+        known = is_stream(source, self.data.streaming)
+        if known is not None:
+            return known
         try:
             size = sum(Path(name).stat().st_size for name in files.names)
         except OSError as error:
@@ -252,7 +245,3 @@ class TextReader:
             columns=files.columns,
             kind=files.kind,
         )
-
-
-def _is_of_hub(source: DataSource) -> bool:
-    return source.path is None and hub_text(source.name or "") is not None

@@ -238,12 +238,6 @@ def open_stream(reader: TextReader, files: TextFiles, order: Order) -> StreamRow
     """Return the sequences of files that are read while training."""
     data = reader.data
     tokenizer = reader.tokenizer
-    if data.packing == "best-fit":
-        raise DataError(
-            f'{files.key}: data.packing = "best-fit" needs the lengths of all documents, and this '
-            "text is read as a stream. Prepare its tokens with `titanlite data prepare`, or set "
-            "data.streaming = false"
-        )
     text = StreamText(
         files,
         lambda record: encode_record(record, tokenizer, reader.vocab_size),

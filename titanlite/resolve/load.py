@@ -21,7 +21,7 @@ from titanlite.config.loaded import LoadedConfig
 from titanlite.config.notes import Note, Weight
 from titanlite.config.toml import quote_key
 from titanlite.config.trust import admit
-from titanlite.data.dataset_sources import open_choices
+from titanlite.data.dataset_sources import open_choices, text_problems
 from titanlite.models.args import FROM_FOLDER
 from titanlite.models.spec import ShapeError
 from titanlite.resolve import model_rules, rank_rules
@@ -105,7 +105,7 @@ def check_alone(
                 Problem("unclear-text", error.key, error.reason, "\n    ".join(error.lines))
                 for error in open_choices(d.training, d.data, d.validation)
             )
-            found = placed(config, unclear)
+            found = placed(config, [*unclear, *text_problems(d.training, d.data, d.validation)])
         if machine:
             found += broken(config, MACHINE_RULES)
             tasks = features_of(config.sections).tasks

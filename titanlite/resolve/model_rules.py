@@ -6,7 +6,9 @@ Each feature has its own (`titanlite.run.features.Feature.model_problems`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from titanlite.config.dataset_registry import BUNDLED_IDS, BUNDLED_TOKENIZER_NAME
@@ -101,6 +103,35 @@ def _not_offered(run: RunConfig, args: Any) -> Iterator[Problem]:
         yield Problem("model", key, message, "leave the key out, or add it to the model")
 
 
+def group_problems(run: RunConfig, names: Sequence[str]) -> Iterator[Problem]:
+    """Find patterns of `[[optimizer.groups]]` that match no parameter's name."""
+    for index, group in enumerate(run.optimizer.groups):
+        if any(re.search(group.pattern, name) for name in names):
+            continue
+        message = f"{group.pattern!r} is found in no parameter's name"
+        hint = f"names are such as {', '.join(names[:2])}, {names[-1]}"
+        yield Problem("does-not-fit", f"optimizer.groups[{index}].pattern", message, hint)
+
+
+def _at_hf(run: RunConfig, args: Any) -> Iterator[Problem]:
+    """Check the form for Hugging Face of saves, and patterns by its names of parameters."""
+    saves = run.checkpoint
+    is_needed = saves.enable_checkpoint and (saves.last_save_in_hf or saves.hub)
+    if not is_needed and not run.optimizer.groups:
+        return
+    from titanlite.checkpoint.hf_files import hf_form
+
+    try:
+        # The vocabulary may be known only when the tokenizer is read.
+        names, _ = hf_form(run.spec, replace(args, vocab_size=args.vocab_size or BUNDLED_IDS))
+    except ValueError as error:
+        key = "checkpoint.hub" if saves.hub else "checkpoint.last_save_in_hf"
+        if is_needed:
+            yield Problem("model", key, str(error), "leave the key out")
+    else:
+        yield from group_problems(run, [*names])
+
+
 ModelRule = Callable[[RunConfig, Any], Iterable[Problem]]
 #: Rules of a run and its model's arguments.
-RULES: tuple[ModelRule, ...] = (_not_offered, _keys)
+RULES: tuple[ModelRule, ...] = (_not_offered, _keys, _at_hf)

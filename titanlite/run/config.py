@@ -131,11 +131,6 @@ class RunConfig(Config, frozen=True, kw_only=True, dict=True):
     #: The config as written, as one TOML file with the source of each value as a comment.
     toml: str
 
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """The notes that the log of a run has as warnings."""
-        return tuple(note.text for note in self.notes if note.warns)
-
     @cached_property
     def features(self) -> Features:
         """What the run switches on."""

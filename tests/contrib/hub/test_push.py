@@ -83,12 +83,9 @@ def test_older_weights_go_and_the_words_of_people_stay(
     }
     uploads.branch("ada/tiny").update(theirs | {"model-00001-of-00002.safetensors": b"older"})
     export = _exported(tmp_path / "export")
-    (export / "onnx").mkdir()
     (export / ".env").write_text("planted")
     words = [export, "ada/tiny", "--branch", "step-5", "--branch", "main", "--license", "mit"]
-    said = push(hub, home, *words).stderr
-    assert "not uploaded: .env" in said
-    assert "not uploaded: onnx" in said
+    assert "not uploaded: .env" in push(hub, home, *words).stderr
     for branch in ("step-5", "main"):
         found = uploads.branch("ada/tiny", branch)
         assert {name: found[name] for name in theirs} == theirs
@@ -96,10 +93,9 @@ def test_older_weights_go_and_the_words_of_people_stay(
     # A card of a push is written anew, until somebody takes its last line away.
     del uploads.branch("ada/tiny")["README.md"]
     push(hub, home, export, "ada/tiny")
-    card = uploads.branch("ada/tiny")["README.md"]
-    assert b"license" not in card
     push(hub, home, export, "ada/tiny", "--license", "mit")
-    assert b"license: mit" in uploads.branch("ada/tiny")["README.md"]
+    card = uploads.branch("ada/tiny")["README.md"]
+    assert b"license: mit" in card
     mine = card.replace(MARK.encode(), b"")
     uploads.branch("ada/tiny")["README.md"] = mine
     push(hub, home, export, "ada/tiny", "--license", "mit")

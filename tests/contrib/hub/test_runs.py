@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.support.hub_server import HubServer
+from tests.support.processes import until
 from tests.support.pushes import leaks, make_hub, uploads_of, variables
 from tests.support.ranks import Ranks
 from tests.support.train_runs import flags, rows, train
@@ -103,7 +104,7 @@ def test_a_stop_ends_the_upload_and_tells_its_command(hub: HubServer, tmp_path: 
     more = [HUB, "--checkpoint.interval=2", "--training.steps=4000", "--checkpoint.hub_every=2"]
     hub.fail("/api/models/*/commit/*", method="POST", stall=600, times=1)
     with Ranks([*flags(run), *more], 1, tmp_path / "console") as ranks:
-        _until(lambda: bool(hub.of("*/commit/*", "POST")))
+        until(lambda: bool(hub.of("*/commit/*", "POST")))
         began = time.monotonic()
         ranks.send(signal.SIGTERM)
         assert ranks.wait() == [exit_codes.PREEMPTED], ranks.output()
@@ -112,13 +113,6 @@ def test_a_stop_ends_the_upload_and_tells_its_command(hub: HubServer, tmp_path: 
     assert "not uploaded to ada/tiny; these commands do it:" in said
     assert not list(run.rglob(PIN))
     assert _is_safe(run, said)
-
-
-def _until(done: Callable[[], bool], seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def _refused(folder: Path, *more: str, code: int = exit_codes.CONFIG) -> str:

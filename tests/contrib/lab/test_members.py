@@ -6,15 +6,13 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from tests.support.processes import ROOT, ended, environment
+from tests.support.processes import ROOT, ended, environment, until
 from tests.support.sweeps import (
     BROKEN,
     CONFIG,
@@ -67,13 +65,6 @@ def started(folder: Path, seconds: str = "0.3") -> subprocess.Popen[bytes]:
     )
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def holder(folder: Path) -> int:
     """The process of the run that is alive in a folder."""
     return int(json.loads((folder / "run.lock").read_text())["process"]["id"])
@@ -117,7 +108,7 @@ def test_after_ctrl_c_and_a_kill_the_same_call_goes_on_where_it_was(
 ) -> None:
     whole, _ = sweep
     process = started(tmp_path)
-    wait_for(lambda: has_rows(tmp_path / "small", 4))
+    until(lambda: has_rows(tmp_path / "small", 4))
     run = holder(tmp_path / "small")
     process.send_signal(signal.SIGINT)
     assert process.wait(120) == 130
@@ -128,7 +119,7 @@ def test_after_ctrl_c_and_a_kill_the_same_call_goes_on_where_it_was(
     assert stopped.state == "unfinished"
 
     process = started(tmp_path)
-    wait_for(lambda: has_rows(tmp_path / "large", 4))
+    until(lambda: has_rows(tmp_path / "large", 4))
     run = holder(tmp_path / "large")
     process.kill()
     process.wait()

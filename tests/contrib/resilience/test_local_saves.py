@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import pickle
+import json
 import shutil
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,19 +13,97 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.checkpoints import PRINTS, RUN, flip, options
-from tests.support.harness import Run, stepper
-from tests.support.local_saves import part_of, parts_of, refused, same_end, straight, train_both
+from tests.support.checkpoints import PRINTS, RUN, assert_equal, flip, options
+from tests.support.harness import Run, full, stepper
 from tests.support.pool import Pools
-from titanlite.checkpoint.manifest import Manifest
-from titanlite.config.sections import Checkpoint
-from titanlite.contrib.resilience import write
-from titanlite.contrib.resilience.copies import Copies, keepers_of, places_of
-from titanlite.contrib.resilience.folder import ABOUT
-from titanlite.contrib.resilience.load import TieredChooser
+from tests.support.words import listening
+from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.manifest import CheckpointError
+from titanlite.config.errors import ConfigError
+from titanlite.contrib.resilience.copies import Copies, keepers_of
 from titanlite.contrib.resilience.manager import TieredCheckpointer
-from titanlite.contrib.resilience.reader import Offer
 from titanlite.dist.dist_env import DistEnv
+from titanlite.resolve.load import check_config
+from titanlite.run.config import RunConfig
+
+#: Shared checkpoints come after these steps, local saves after all others.
+SHARED = 4
+_STRAIGHT: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
+
+
+def train_both(
+    world: DistEnv,
+    run: Run,
+    folder: Path,
+    last: int,
+    nodes: Sequence[int],
+    expected_step: int = 0,
+    **fields: Any,
+) -> dict[str, Any]:
+    """Steps to `last`, from the newest save of both tiers. nodes: the node of each rank."""
+    model, optimizer, take = stepper(world, run, loss_function=run.builder(world).loss())
+    torch.manual_seed(100 + world.rank)
+    local = folder / f"node-{nodes[world.rank]}"
+    section = options(folder / "shared", local_folder=str(local), local_interval=1, **fields)
+    saver = TieredCheckpointer(section, world, PRINTS)
+    draws = []
+    with listening() as said:
+        try:
+            loaded = saver.load(model, optimizer)
+            start = loaded.step if loaded else 0
+            for step in range(start + 1, last + 1):
+                take(step, run.rates[step - 1], step - 1)
+                draws.append(torch.rand(()).item())
+                train = {"next_sequence": 8 * step}
+                if step % SHARED == 0:
+                    saver.save(step, model, optimizer, train)
+                else:
+                    saver.save_local(step, model, optimizer, train)
+            saver.wait()
+        finally:
+            saver.close()
+    assert start == expected_step, said
+    state = {}
+    for name, parameter in model.named_parameters():
+        for kind, value in optimizer.state[parameter].items():
+            state[f"{name}.{kind}"] = full(value)
+    weights = {name: full(parameter) for name, parameter in model.named_parameters()}
+    notices = [] if loaded is None else loaded.notices
+    tensors = {**weights, **state}
+    return {"tensors": tensors, "draws": draws, "said": said, "notices": notices}
+
+
+def refused(world: DistEnv, *arguments: Any, **fields: Any) -> str:
+    try:
+        train_both(world, *arguments, **fields)
+    except CheckpointError as error:
+        return str(error)
+    raise AssertionError("it was not refused")
+
+
+def straight(pool: Pools, run: Run, folder: Path, ranks: int, last: int) -> list[dict[str, Any]]:
+    """Return the results of a run without a stop; each is trained once."""
+    key = (run.replicas, ranks, last)
+    if key not in _STRAIGHT:
+        nodes = [0] * ranks
+        _STRAIGHT[key] = pool(ranks).run(train_both, run, folder / "straight", last, nodes)
+    return _STRAIGHT[key]
+
+
+def same_end(found: list[dict[str, Any]], straight: list[dict[str, Any]]) -> None:
+    """The run ended as one without a stop, with the same random numbers on each rank."""
+    for one, other in zip(found, straight, strict=True):
+        assert_equal(one["tensors"], other["tensors"])
+        assert one["draws"] == other["draws"][len(other["draws"]) - len(one["draws"]) :]
+
+
+def parts_of(folder: Path, node: int, rank: int, step: int) -> list[Path]:
+    return list(folder.glob(f"node-{node}/run-*/rank-{rank}/step-{step}/*.safetensors"))
+
+
+def part_of(folder: Path, node: int, rank: int, step: int) -> Path:
+    (path,) = parts_of(folder, node, rank, step)
+    return path
 
 
 def test_a_run_goes_on_from_a_local_save_bit_for_bit(pool: Pools, tmp_path: Path) -> None:
@@ -67,20 +144,6 @@ def test_without_a_part_of_a_rank_an_older_save_is_taken(
     assert "step 7: no node has the part of rank 1, nor a replica's" in passed[0]
     assert ("has changed since it was written" in passed[0]) == (lost == "bit")
     assert not part.is_file()
-
-
-@pytest.mark.slow
-def test_one_manifest_proves_a_save_and_is_written_where_it_lacks(
-    pool: Pools, tmp_path: Path
-) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
-    manifest = part_of(tmp_path, 1, 1, 7).parent / "manifest.json"
-    whole = manifest.read_bytes()
-    manifest.write_bytes(whole.replace(b'"world_size": 2', b'"world_size": 3'))
-    found = pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], 7)
-    assert any("is damaged" in line for line in found[0]["notices"])
-    assert manifest.read_bytes() == whole
-    same_end(found, straight(pool, RUN, tmp_path, 2, 7))
 
 
 HSDP = Run(RUN.tokens, RUN.labels, RUN.rates, replicas=2)
@@ -137,8 +200,6 @@ def test_runs_in_one_local_folder_do_not_mix(pool: Pools, tmp_path: Path) -> Non
     for node in ("node-0", "node-1"):
         (tmp_path / "copy" / node).symlink_to(tmp_path / node)
     pool(2).run(train_both, RUN, tmp_path / "copy", 1, [0, 1], 0)
-    shutil.rmtree(tmp_path / "shared")
-    pool(2).run(train_both, RUN, tmp_path, 1, [0, 1], 0)
 
 
 def test_a_fresh_start_is_refused_beside_local_saves(pool: Pools, tmp_path: Path) -> None:
@@ -151,34 +212,9 @@ def test_a_fresh_start_is_refused_beside_local_saves(pool: Pools, tmp_path: Path
 def test_without_any_usable_save_the_run_begins_anew(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(train_both, RUN, tmp_path, 3, [0, 1])
     shutil.rmtree(tmp_path / "node-1")
-    found = pool(2).run(train_both, RUN, tmp_path, 2, [0, 1], 0)[0]
-    assert any("no node has the part of rank 1" in line for line in found["said"])
+    pool(2).run(train_both, RUN, tmp_path, 2, [0, 1], 0)
     text = pool(2).run(refused, RUN, tmp_path / "new", 2, [0, 1], start="resume")[0]
     assert "has no valid checkpoint" in text
-
-
-@pytest.mark.slow
-def test_a_local_save_that_fails_ends_nothing_and_keeps_no_space(
-    pool: Pools, tmp_path: Path
-) -> None:
-    found = pool(2).run(_train_with_full_disk, RUN, tmp_path)
-    told = [line for line in found[0]["said"] if "no local save was written: rank 1" in line]
-    assert len(told) == 3, "of steps 1 to 3"
-    same_end(found, straight(pool, RUN, tmp_path, 2, 4))
-    assert [path.name for path in tmp_path.glob("node-*/run-*/rank-*/step-*")] == []
-    pool(2).run(train_both, RUN, tmp_path, 5, [0, 1], 4)
-
-
-def _train_with_full_disk(world: DistEnv, run: Run, folder: Path) -> dict[str, Any]:
-    real = write.publish
-
-    def full_disk(*arguments: Any) -> Any:
-        if world.rank == 1:
-            raise OSError(28, "No space left on device")
-        return real(*arguments)
-
-    with patch.object(write, "publish", full_disk):
-        return train_both(world, run, folder, 4, [0, 1])
 
 
 def test_a_folder_that_cannot_be_made_is_told_at_the_start(pool: Pools, tmp_path: Path) -> None:
@@ -209,32 +245,6 @@ def _go_back(world: DistEnv, run: Run, folder: Path, suspects: dict[int, str]) -
         saver.close()
 
 
-@pytest.mark.slow
-def test_a_lost_node_gets_its_parts_from_the_copies_on_the_next(
-    pool: Pools, tmp_path: Path
-) -> None:
-    nodes = [0, 0, 1, 1]
-    pool(4).run(train_both, RUN, tmp_path, 7, nodes, local_copies=1)
-    shutil.rmtree(tmp_path / "node-0")
-    found = pool(4).run(train_both, RUN, tmp_path, 10, nodes, 7, local_copies=1)
-    same_end(found, straight(pool, RUN, tmp_path, 4, 10))
-    assert any(line.startswith("2 ranks got their part") for line in found[0]["notices"])
-    kept = {path.parent.name for path in tmp_path.glob("node-1/run-*/copy-*/step-*")}
-    assert kept == {"copy-0", "copy-1"}
-    assert len(list(tmp_path.glob("node-0/run-*/copy-2/step-*"))) == 2
-
-
-@pytest.mark.slow
-def test_a_copy_that_cannot_be_kept_does_not_stop_the_save(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 1, [0, 1], local_copies=1)
-    (root,) = tmp_path.glob("node-1/run-*")
-    shutil.rmtree(root / "copy-0")
-    (root / "copy-0").write_text("no folder")
-    found = pool(2).run(train_both, RUN, tmp_path, 2, [0, 1], 1, local_copies=1)
-    assert any("no copy of the part of rank 0 is kept" in line for line in found[1]["said"])
-    pool(2).run(train_both, RUN, tmp_path, 2, [0, 1], 2)
-
-
 def test_a_connection_that_breaks_in_mid_copy_ends_nothing(pool: Pools, tmp_path: Path) -> None:
     found = pool(2).run(_train_until_a_copy_breaks, RUN, tmp_path)
     same_end(found, straight(pool, RUN, tmp_path, 2, 7))
@@ -261,10 +271,8 @@ def _train_until_a_copy_breaks(world: DistEnv, run: Run, folder: Path) -> dict[s
     ("places", "number", "keepers"),
     [
         ("aabb", 1, [[2], [3], [0], [1]]),
-        ("abab", 1, [[1], [0], [3], [2]]),
         ("aab", 1, [[2], [2], [0]]),
         ("abc", 2, [[1, 2], [2, 0], [0, 1]]),
-        ("abc", 5, [[1, 2], [2, 0], [0, 1]]),
         ("aa", 1, [[], []]),
     ],
 )
@@ -272,16 +280,131 @@ def test_the_next_nodes_keep_copies(places: str, number: int, keepers: list[list
     assert keepers_of(places, number) == keepers
 
 
-def test_several_disks_of_a_node_keep_no_copies_of_each_other() -> None:
-    found = [("a", 1, 5), ("a", 2, 5), ("b", 1, 5), ("b", 2, 5)]
-    assert keepers_of(places_of(found), 1) == [[2], [3], [0], [1]]
-    assert keepers_of(places_of(found[:2]), 1) == [[1], [0]]
+@pytest.mark.slow
+def test_a_whole_save_of_an_abandoned_past_on_nodes_that_were_away_never_comes_back(
+    pool: Pools, tmp_path: Path
+) -> None:
+    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], local_copies=1)
+    # On other nodes it goes on from step 4, and is stopped earlier.
+    pool(2).run(train_both, RUN, tmp_path, 6, [2, 3], 4, local_copies=1)
+    shutil.rmtree(tmp_path / "node-2")
+    shutil.rmtree(tmp_path / "node-3")
+    found = pool(2).run(train_both, RUN, tmp_path, 5, [0, 1], 4, local_copies=1)
+    said = [line for line in found[0]["notices"] if "step 7" in line]
+    assert any("later the run went on without it" in line for line in said)
 
 
-def test_a_nan_in_a_callbacks_state_leaves_a_save_what_it_is() -> None:
-    """Each rank gets its own copy of the choice, in which a NaN is unequal."""
-    state = {"best": math.nan, ABOUT: {"save": "0" * 16, "layout": "", "line": ""}}
-    manifest = Manifest(1, {}, {}, {}, state, {}, 1, 0.0, {})
-    chooser = TieredChooser(Checkpoint(), {}, {}, offers=[Offer(manifest, ())])
-    assert chooser.offer_of(pickle.loads(pickle.dumps(manifest))) is chooser.offers[0]
-    assert chooser.offer_of(replace(manifest, train={})) is None
+@pytest.mark.slow
+def test_a_run_that_went_on_without_local_saves_never_gets_old_ones_back(
+    pool: Pools, tmp_path: Path
+) -> None:
+    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
+    pool(2).run(_start_without_local_saves, RUN, tmp_path)
+    found = pool(2).run(train_both, RUN, tmp_path, 5, [0, 1], 4)[0]
+    assert any("later the run went on without it" in line for line in found["notices"])
+
+
+def _start_without_local_saves(world: DistEnv, run: Run, folder: Path) -> None:
+    """Resume from the shared checkpoint alone, and save nothing."""
+    model, optimizer, _ = stepper(world, run, loss_function=run.builder(world).loss())
+    saver = Checkpointer(options(folder / "shared"), world, PRINTS)
+    assert saver.load(model, optimizer) is not None
+    saver.close()
+
+
+@pytest.mark.slow
+def test_a_deleted_shared_checkpoint_takes_local_saves_with_it(pool: Pools, tmp_path: Path) -> None:
+    pool(2).run(train_both, RUN, tmp_path, 9, [0, 1])
+    shutil.rmtree(tmp_path / "shared" / "step-8")
+    found = pool(2).run(train_both, RUN, tmp_path, 5, [0, 1], 4)[0]
+    said = [line for line in found["notices"] if "the shared checkpoint of step 8, which" in line]
+    assert said[0].endswith("is gone")
+    pool(2).run(train_both, RUN, tmp_path, 6, [0, 1], 5)
+
+
+@pytest.mark.slow
+def test_a_shared_checkpoint_that_is_damaged_takes_none_with_it(
+    pool: Pools, tmp_path: Path
+) -> None:
+    pool(2).run(train_both, RUN, tmp_path, 9, [0, 1])
+    step = tmp_path / "shared" / "step-8"
+    step.rename(step.with_name("step-8.invalid-0"))
+    pool(2).run(train_both, RUN, tmp_path, 9, [0, 1], 9)
+
+
+def test_a_local_save_of_a_later_titanlite_is_refused_and_stays(
+    pool: Pools, tmp_path: Path
+) -> None:
+    pool(2).run(train_both, RUN, tmp_path, 3, [0, 1])
+    manifest = part_of(tmp_path, 1, 1, 3).parent / "manifest.json"
+    later = json.dumps({**json.loads(manifest.read_bytes()), "format": 99})
+    manifest.write_text(later)
+    text = pool(2).run(refused, RUN, tmp_path, 4, [0, 1])[0]
+    assert "has format 99" in text
+    assert manifest.read_text() == later
+
+
+def test_unproven_saves_delete_nothing_and_a_proven_one_leaves_two(
+    pool: Pools, tmp_path: Path
+) -> None:
+    left = pool(2).run(_save_without_proof, RUN, tmp_path)[0]
+    assert left == [["step-1", "step-2", "step-3", "step-4"], ["step-4", "step-5"]]
+
+
+def _save_without_proof(world: DistEnv, run: Run, folder: Path) -> list[list[str]]:
+    """Save four times without proof, then with; return what lay there before and after the last."""
+    model, optimizer, _ = stepper(world, run, loss_function=run.builder(world).loss())
+    local = folder / f"node-{world.rank}"
+    section = options(folder / "shared", local_folder=str(local), local_interval=1)
+    saver = TieredCheckpointer(section, world, PRINTS)
+    found = []
+    try:
+        for step in range(1, 6):
+            saver.save_local(step, model, optimizer, {}, proven=step == 5)
+            if step >= 4:
+                found.append(sorted(path.name for path in saver.local.step(0).parent.iterdir()))
+    finally:
+        saver.close()
+    return found
+
+
+FOLDER = "--checkpoint.local_folder=/local/saves"
+
+
+def _read(*flags: str) -> RunConfig:
+    words = ["--job.config_file=debug_model.toml", "--checkpoint.enable_checkpoint", *flags]
+    return check_config(words, 2, training=False)[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        (["--checkpoint.local_folder=s3://bucket/saves"], "is a store, which all nodes share"),
+        (["--checkpoint.local_folder=saves"], "does not begin with /"),
+        (["--checkpoint.local_folder=/local/{rank}"], "has another field than {local_rank}"),
+        ([FOLDER, "--checkpoint.interval=50"], "saves as often"),
+    ],
+)
+def test_what_cannot_work_is_refused(flags: list[str], shown: str) -> None:
+    with pytest.raises(ConfigError, match="problem") as refused:
+        _read(*flags)
+    assert shown in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "folder", ["/local/saves", "/disk{local_rank}/saves", "/dev/shm/saves", "~/saves"]
+)
+def test_folders_of_a_node(folder: str) -> None:
+    run = _read(f"--checkpoint.local_folder={folder}")
+    assert run.features.local_saves is not None
+
+
+def test_an_interval_in_seconds_is_longer_than_any_number_of_steps() -> None:
+    more = ["--checkpoint.interval_type=seconds", "--checkpoint.interval=10"]
+    assert _read(FOLDER, *more).checkpoint.local_interval == 50
+
+
+def test_without_a_folder_the_other_keys_are_named() -> None:
+    run = _read("--checkpoint.local_interval=10")
+    assert any("checkpoint.local_interval" in note.text for note in run.notes)
+    assert run.features.local_saves is None

@@ -34,15 +34,20 @@ def add_command(commands: Commands) -> None:
     )
     add_files(parser)
     add = parser.add
-    add("--gpus", "GPUs over all machines (default: those of one)", "N", type=at_least(1))
-    add("--gpu", "kind of GPU, as h100-80g", "NAME")
-    add("--instance", "kind of machine on AWS, as p5.48xlarge", "TYPE")
-    add("--nodes", "machines", "N", type=at_least(1))
+    add(
+        "--gpus",
+        "GPUs of all machines together (default: those of one machine)",
+        "N",
+        type=at_least(1),
+    )
+    add("--gpu", "kind of GPU, as h100-80g (default: that of [launch])", "NAME")
+    add("--instance", "kind of machine on AWS, as p5.48xlarge (default: that of [launch])", "TYPE")
+    add("--nodes", "number of machines (default: that of [launch])", "N", type=at_least(1))
     add("--exact", "trace a step of the real code instead of formulas (tens of seconds)")
     rank = "rank whose memory is shown (default: the one that needs most)"
     add("--rank", rank, "N", type=at_least(0))
     add("--search", "propose the fastest settings that fit, as a file to lay over the config")
-    add("--json", "print the plan as JSON")
+    add("--json", "print the plan as one JSON object; sizes are in GiB, times in seconds")
     parser.set_defaults(exact=None, search=None, json=None)
 
 

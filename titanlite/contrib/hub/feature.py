@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.checkpoint.hf_files import hf_form
 from titanlite.config.errors import Problem
 from titanlite.run.features import Feature, Row
 
@@ -34,11 +33,9 @@ class HubFeature(Feature):
         from titanlite.dist.launch_env import this_rank
 
         try:
-            if args is not None:
-                hf_form(run.spec, args)
-            elif this_rank().rank == 0:
+            if args is None and this_rank().rank == 0:
                 open_repository(self.section.hub, private=True)
-        except (HubError, ValueError) as error:
+        except HubError as error:
             yield Problem("does-not-fit", self.key, str(error), "train without it")
 
     def callbacks(self, parts: TrainingComponents, write: Write) -> Iterator[Callback]:

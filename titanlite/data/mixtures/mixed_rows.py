@@ -268,7 +268,7 @@ def open_mixture(
         # the same lanes.
         settings = replace_fields(data, seed=data.seed ^ zlib.crc32(name.encode()))
         own_reader = replace(reader, data=settings, lanes=lanes)
-        opened[name] = own_reader.open_with_end(source, section, seq_len)
+        opened[name] = own_reader.open(source, section, seq_len, source.epochs)
         lanes = lanes or opened[name].lanes
         weights[name] = source.weight
     shares = {0: weights, **phases}

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from tests.contrib.lab.ladder.tiny import FLAGS, NAMES, written
-from titanlite.config.decays import DECAYS
 from titanlite.config.errors import ConfigError
 from titanlite.contrib.lab.ladder.law import LadderError
-from titanlite.contrib.lab.ladder.rungs import DEFAULTS, Rung, computed, rungs
+from titanlite.contrib.lab.ladder.rungs import DEFAULTS, Rung, rungs
 from titanlite.contrib.lab.ladder.target import Target, target_of
 from titanlite.contrib.lab.members import check_members
 from titanlite.run.config import RunConfig
@@ -97,17 +96,6 @@ def test_the_lowest_rate_follows_the_size_as_the_rate_does(tmp_path: Path) -> No
     assert "lr_scheduler.min_lr" not in values(rungs(target(tmp_path))[0])
 
 
-@pytest.mark.parametrize(
-    "kind", [kind for kind, decay in DECAYS.items() if not (decay.needs or decay.excludes)]
-)
-def test_models_have_the_decay_of_the_file_where_it_reaches_a_floor(
-    tmp_path: Path, kind: str
-) -> None:
-    found = rungs(target(tmp_path, f"--lr_scheduler.decay_type={kind}"))
-    expected = kind if DECAYS[kind].reaches_floor else "linear"
-    assert {values(rung)["lr_scheduler.decay_type"] for rung in found} == {expected}
-
-
 def test_under_mup_all_models_have_the_rate_of_the_file(tmp_path: Path) -> None:
     found = checked(target(tmp_path, "--mup.base_dim=16"), tmp_path)
     assert {(one.optimizer.lr, one.mup.base_dim) for one in found} == {(1e-3, 16)}
@@ -139,21 +127,12 @@ def test_the_models_of_a_ladder_are_not_saved_where_the_run_of_the_file_is(tmp_p
         assert (one.checkpoint.hub, one.checkpoint.local_folder) == ("", None)
 
 
-def test_a_branch_costs_its_own_steps_alone(tmp_path: Path) -> None:
-    trunk, branch = rungs(target(tmp_path))[:2]
-    own = 6 * branch.parameters * branch.tokens * (branch.steps - branch.begins) / branch.steps
-    assert computed([trunk, branch]) == pytest.approx(6 * trunk.parameters * trunk.tokens + own)
-
-
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
         ("--ladder.tokens_per_parameter=[0.001,0.04]", "too few for a warm-up and a decay"),
-        ("--ladder.tokens_per_parameter=[0.04,0.0401]", "horizons have the same steps"),
         ("--model.name=hf", "takes none|hf_config"),
-        ("--training.epochs=1", "training.epochs: give the length as training.steps"),
         ("--validation.enable=false", "validation.enable"),
-        ("--checkpoint.initial_load_path=/", "checkpoint.initial_load_path"),
         ("--data.phase=[{tokens=800},{tokens=800,seq_len=8}]", "data.phase"),
         ("--lora.rank=4", "lora.rank"),
     ],
