@@ -33,10 +33,11 @@ def hold_dialogue(loaded: LoadedModel, max_tokens: int, sampling: Sampling) -> N
     while True:
         try:
             line = input(mark)
-        except EOFError:
-            return
-        except KeyboardInterrupt:
-            line = ""
+        except (EOFError, KeyboardInterrupt) as end:
+            print(end="\n" if mark else "", flush=True)
+            if isinstance(end, EOFError):
+                return
+            continue
         if not line.strip():
             continue
         messages.append({"role": "user", "content": line})
