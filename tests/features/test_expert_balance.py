@@ -1,4 +1,4 @@
-"""Biases that balance the load of experts: by hand, on any layout, resumed, and held back."""
+"""What evens out the load of experts; its biases on any layout, resumed, and held back."""
 
 from __future__ import annotations
 
@@ -7,19 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.checkpoints import assert_equal
+from tests.support.harness import weights_of
 from tests.support.pool import Pools
-from tests.support.tiny import TWO_LAYERS
+from tests.support.tiny import EIGHT_STEPS, TWO_LAYERS
 from tests.support.watch import Calls, Operations
 from titanlite.assembly.build import build
+from titanlite.callbacks import Callback
 from titanlite.cli.hub.compare_checkpoints import Contents
 from titanlite.dist.dist_env import DistEnv
+from titanlite.dist.local_parts import local
 from titanlite.features.experts.balance import ExpertBalance
 from titanlite.models.experts.layer import MoE
 from titanlite.models.qwen3_moe import Qwen3MoeArgs
 from titanlite.resolve.load import load_config
+from titanlite.runs.lines import read_metrics
 from titanlite.trainer import Trainer
 
 #: Less than scores differ at the start: a larger one would turn all choices round.
@@ -43,7 +48,6 @@ FLAGS = [
     "--training.mixed_precision_param=float32",
     "--no-validation.enable",
 ]
-NAN = float("nan")
 
 
 def biases_of(model: nn.Module) -> dict[str, Tensor]:
@@ -54,106 +58,42 @@ def biases_of(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+class _Kept(Callback):
+    """Keeps biases and losses of each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Tensor]] = []
+        self.losses: list[float] = []
+
+    def on_step_end(self, trainer: Trainer, result: Any) -> None:
+        self.losses.append(result.loss.item())
+        self.steps.append(biases_of(trainer.parts.model))
+
+
+def _trainer(world: DistEnv, folder: str, *flags: str) -> Trainer:
+    words = [*flags, f"--job.dump_folder={folder}"]
+    return Trainer(build(load_config("debug_model.toml", world.size, words), world))
+
+
 def _train(world: DistEnv, folder: str, nan_in: int, *flags: str) -> dict[str, Any]:
     """Train; biases, weights and losses. nan_in: a step whose loss is no number."""
-    run = load_config(
-        "debug_model.toml", world.size, [*FLAGS, *flags, f"--job.dump_folder={folder}"]
-    )
-    trainer = Trainer(build(run, world))
+    trainer = _trainer(world, folder, *FLAGS, *flags)
     model = trainer.parts.model
-    steps: list[dict[str, Tensor]] = []
-    losses: list[float] = []
-    take = trainer.parts.train_step
 
     def spoil(module: Any, inputs: Any, out: Tensor) -> Tensor:
-        return out * NAN if trainer.step == nan_in else out
-
-    def watched(*args: Any, **more: Any) -> Any:
-        result = take(*args, **more)
-        losses.append(result.loss.item())
-        steps.append(biases_of(model))
-        return result
+        return out * float("nan") if trainer.step == nan_in else out
 
     if nan_in:
         model.register_forward_hook(spoil)
-    trainer.parts.train_step = _Watched(take, watched)  # type: ignore[assignment]
+    kept = _Kept()
+    trainer.callbacks = type(trainer.callbacks)([*trainer.callbacks.all, kept])
     trainer.train()
-    weights = {}
-    for name, parameter in model.named_parameters():
-        weights[name] = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-    return {
-        "steps": steps,
-        "losses": losses,
-        "weights": {n: w.detach() for n, w in weights.items()},
-    }
-
-
-class _Watched:
-    """A step whose calls go through a function."""
-
-    def __init__(self, step: Any, call: Any) -> None:
-        object.__setattr__(self, "_step", step)
-        object.__setattr__(self, "_call", call)
-
-    def __call__(self, *args: Any, **more: Any) -> Any:
-        return self._call(*args, **more)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._step, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._step, name, value)
+    return {"steps": kept.steps, "losses": kept.losses, "weights": weights_of(model)}
 
 
 @pytest.fixture(scope="module")
 def alone(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return pool(1).run(_train, str(tmp_path_factory.mktemp("alone")), 0)[0]
-
-
-def _by_hand(world: DistEnv, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the biases of a run, and those that its logits give, one token after the other."""
-    run = load_config("debug_model.toml", world.size, [*FLAGS, f"--job.dump_folder={folder}"])
-    trainer = Trainer(build(run, world))
-    model = trainer.parts.model
-    mixtures = {name: m for name, m in model.named_modules() if isinstance(m, MoE)}
-    expected = {name: torch.zeros(8) for name in mixtures}
-    counts = {name: [0] * 8 for name in mixtures}
-    take = trainer.parts.train_step
-
-    def see(name: str, logits: Tensor) -> None:
-        scores = logits.detach().softmax(-1) + expected[name]
-        for row in scores.tolist():
-            order = sorted(range(8), key=lambda index: -row[index])
-            for index in order[:2]:
-                counts[name][index] += 1
-
-    for name, mixture in mixtures.items():
-        mixture.gate.register_forward_hook(lambda _, __, out, name=name: see(name, out))
-
-    def watched(*args: Any, **more: Any) -> Any:
-        result = take(*args, **more)
-        for name, rows in counts.items():
-            signs = []
-            for count in rows:
-                mean = sum(rows) / 8
-                signs.append(float((mean > count) - (mean < count)))
-            mean_sign = sum(signs) / 8
-            expected[name] += torch.tensor([STEP * (sign - mean_sign) for sign in signs])
-            counts[name] = [0] * 8
-        return result
-
-    trainer.parts.train_step = _Watched(take, watched)  # type: ignore[assignment]
-    trainer.train()
-    return biases_of(model), expected
-
-
-def test_four_steps_by_hand(pool: Pools, tmp_path: Path) -> None:
-    found, expected = pool(1).run(_by_hand, str(tmp_path))[0]
-    assert len(found) == 2
-    for name, bias in expected.items():
-        torch.testing.assert_close(found[f"{name}.expert_bias"], bias, rtol=0, atol=1e-7)
-        assert bias.abs().max() > STEP / 2
-        assert bias.sum().abs() < 1e-6
 
 
 EP = "--parallelism.expert_parallel_degree=2"
@@ -209,6 +149,46 @@ def test_a_resumed_run_goes_on_to_the_last_bit(
     saved = Contents(tmp_path / "checkpoint" / "step-4").manifest.tensors
     entry = saved["model.layers.0.feed_forward.expert_bias"]
     assert entry == ["float32", [8]]
+
+
+#: A GPT-OSS of one layer, whose experts two ranks share.
+UNEVEN = [
+    *EIGHT_STEPS,
+    "--model.name=gpt_oss",
+    *(f"--model.overrides.{size}" for size in ("n_kv_heads=2", "head_dim=16", "ffn_dim=32")),
+    *("--model.overrides.n_experts=8", "--model.overrides.top_k=2", EP),
+    *("--training.batch_size=4", "--training.global_batch_size=8", "--training.steps=20"),
+    *("--lr_scheduler.decay_type=constant", "--optimizer.lr=3e-3"),
+]
+
+
+def _uneven(world: DistEnv, folder: str, *flags: str) -> list[dict[str, Any]]:
+    """Train a router that prefers one expert, and tells tokens apart; return the last logs."""
+    trainer = _trainer(world, folder, *UNEVEN, *flags)
+    with torch.no_grad():
+        trainer.parts.model.get_parameter("layers.0.feed_forward.gate.weight").mul_(10)
+        if world.rank == 0:
+            local(trainer.parts.model.get_parameter("layers.0.feed_forward.gate.bias"))[0] = 2.0
+    trainer.train()
+    dist.barrier()
+    rows = read_metrics(Path(folder) / "metrics.jsonl")
+    return [row for row in rows if "loss" in row][-5:]
+
+
+def test_each_way_evens_out_an_uneven_load_and_nothing_else_does(
+    pool: Pools, tmp_path: Path
+) -> None:
+    """The largest of 8 shares, of which a token has two: 0.125 is even, and 0.5 is all tokens."""
+    shares, losses = {}, {}
+    for way in ("aux_loss=0", "aux_loss=0.5", "bias_update=0.02"):
+        flags = [f"--model.overrides.{one}" for one in ("aux_loss=0", "bias_update=0", way)]
+        rows = pool(2).run(_uneven, str(tmp_path / way), *flags)[0]
+        shares[way], losses[way] = (
+            sum(row[name] for row in rows) / 5 for name in ("experts/max_share", "loss")
+        )
+    assert shares.pop("aux_loss=0") > 0.4
+    assert max(shares.values()) < 0.28
+    assert max(losses.values()) < min(losses.values()) + 0.2
 
 
 class Mixtures(nn.Module):

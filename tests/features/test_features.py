@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import pkgutil
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -83,32 +81,12 @@ def test_a_seed_checkpoint_is_made_by_one_process_whatever_the_degrees() -> None
     assert features_of(load_config("debug_model.toml", 1, flags)).on == []
 
 
-def test_a_hook_that_a_feature_leaves_out_changes_nothing() -> None:
-    run = load_config("debug_model.toml", 1)
-    given = {"run": run, "args": run.model_args(), "config": SimpleNamespace(sections=run)}
-    passed_on = {"init_rule": "rule"}
-    for name in HOOKS:
-        names = inspect.signature(getattr(Feature(run), name)).parameters
-        arguments = {one: given.get(one, object()) for one in names}
-        result = getattr(Feature(run), name)(**arguments)
-        assert result is arguments[passed_on[name]] if name in passed_on else not result, name
-
-
-def test_the_plan_names_no_feature() -> None:
-    """Features change the sizes, costs and events of a plan by their hooks."""
+def test_neither_the_plan_nor_the_recipe_of_a_model_names_a_feature() -> None:
+    """Features change them by their hooks."""
     named = "|".join({entry.name for entry in FEATURES})
     pattern = re.compile(rf"\bfeatures\.({named})\b|titanlite\.features|\bmoe_layers_of\b")
-    for path in PLAN.glob("*.py"):
+    for path in [*PLAN.glob("*.py"), Path(parallelize.__file__)]:
         assert not pattern.search(path.read_text()), path.name
-
-
-def test_the_recipe_of_a_model_names_no_feature() -> None:
-    tree = ast.parse(Path(parallelize.__file__).read_text(encoding="utf-8"))
-    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert names.isdisjoint({entry.name for entry in FEATURES})
-    assert not [module for module in modules if module.startswith("titanlite.features")]
 
 
 def test_there_are_at_most_twelve_hooks_and_two_features_or_more_have_each() -> None:

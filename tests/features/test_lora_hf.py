@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.adapters import ALPHA, RANK, Seen, peft_folder, peft_model, weights_of
+from tests.support.adapters import outcome_seen, peft_folder, peft_gradients, run_flags
 from tests.support.compare import relative
 from tests.support.hf import TOML
 from tests.support.hf_compare import sizes_of
 from tests.support.pool import Pools
 from tests.support.tiny import KEPT_TOKENS
-from tests.support.whole_runs import outcome_of
 from titanlite.assembly.build import build
 from titanlite.assembly.datasets import read_datasets
 from titanlite.cli.hub.compare_checkpoints import our_logits
@@ -41,36 +40,10 @@ def base_folder(folder: Path) -> Path:
     return folder
 
 
-def run_flags(base: Path, *more: str) -> list[str]:
-    given = {
-        "model.hf_config": base,
-        "checkpoint.initial_load_path": base,
-        "checkpoint.enable_checkpoint": "true",
-        "training.seq_len": 32,
-        "training.batch_size": 2,
-        "training.global_batch_size": 4,
-        "training.mixed_precision_param": "float32",
-        "training.max_norm": 1e9,
-        "training.warmup_steps": 1,
-        "metrics.log_freq": 1,
-        "validation.enable": "false",
-        "lora.rank": RANK,
-        "lora.alpha": ALPHA,
-        "lora.targets": ",".join(TARGETS),
-    }
-    return [*(f"--{key}={value}" for key, value in given.items()), KEPT_TOKENS, *more]
-
-
-def train(world: DistEnv, folder: str, flags: list[str]) -> dict[str, Any]:
-    """Train, and return what `Seen` kept with the outcome and the last weights."""
+def _train(world: DistEnv, folder: str, flags: list[str]) -> dict[str, Any]:
     config = load_config_file(TOML, [*flags, f"--job.dump_folder={folder}"])
     run = resolve(config, world.size)[1]
-    trainer = Trainer(build(run, world, read_datasets(run)))
-    seen = Seen()
-    trainer.callbacks = type(trainer.callbacks)([*trainer.callbacks.all, seen])
-    found = outcome_of(trainer, folder)
-    kept = {"start": seen.start, "gradients": seen.gradients, "batches": seen.batches}
-    return {**found, **kept, "end": weights_of(trainer.parts.model)}
+    return outcome_seen(Trainer(build(run, world, read_datasets(run))), folder)
 
 
 def our_name(theirs: str) -> str:
@@ -89,21 +62,15 @@ def test_gradients_are_those_of_peft_which_computes_what_the_run_has_trained(
 
     base = base_folder(tmp_path / "base")
     adapters = peft_folder(tmp_path / "peft", base, TARGETS)
-    flags = run_flags(base, f"--lora.adapter={adapters}", "--training.steps=2")
-    found = pool(2).run(train, str(tmp_path / "run"), flags)
+    flags = [flag for flag in run_flags(base) if "overrides" not in flag]
+    flags += [f"--model.hf_config={base}", f"--lora.adapter={adapters}", KEPT_TOKENS]
+    flags += [f"--lora.targets={','.join(TARGETS)}", "--training.seq_len=32"]
+    flags += ["--training.steps=2", "--training.warmup_steps=1", "--metrics.log_freq=1"]
+    found = pool(2).run(_train, str(tmp_path / "run"), flags)
     assert not found[0]["error"]
-    model = peft_model(base, TARGETS).train()
     batches = [batch for one in found for batch in one["batches"]]
-    tokens = torch.cat([batch[0] for batch in batches])
-    labels = torch.cat([batch[1] for batch in batches])
-    logits = model(input_ids=tokens).logits.flatten(0, 1)
-    loss = torch.nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=-100)
-    loss.backward()
-    assert found[0]["rows"][0]["loss"] == pytest.approx(loss.item(), abs=2e-6)
-    expected = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            expected[our_name(name)] = parameter.grad
+    expected, loss = peft_gradients(base, batches, TARGETS, our_name)
+    assert found[0]["rows"][0]["loss"] == pytest.approx(loss, abs=2e-6)
     assert found[0]["gradients"].keys() == expected.keys()
     for name, gradient in expected.items():
         assert relative(found[0]["gradients"][name], gradient) < 2e-6, name
@@ -113,6 +80,7 @@ def test_gradients_are_those_of_peft_which_computes_what_the_run_has_trained(
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model = PeftModel.from_pretrained(plain, tmp_path / "trained")
     source = open_source(tmp_path / "run")
+    tokens = batches[0][0]
     with torch.no_grad():
         ours = [our_logits(source.family, source.args, source.read, row[None]) for row in tokens]
         assert relative(model(tokens).logits, torch.cat(ours)) < 1e-6

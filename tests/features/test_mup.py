@@ -81,15 +81,6 @@ def test_each_weight_of_a_llama_has_what_the_paper_says() -> None:
     assert table(rules) == LLAMA
 
 
-def test_a_base_model_of_the_same_width_changes_nothing() -> None:
-    for family in FAMILIES:
-        rules = rules_of(family, args_of(family).dim)
-        assert rules.base == rules.args
-        for name in rules.names():
-            assert rules.factors(name) == rules.factors(name, muon=True) == (1, 1, 1), name
-            assert rules.init(name) == SPECS[family].init_rule(name, rules.args)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_parameter_of_every_family_has_a_rule(family: str, tied: bool) -> None:
@@ -102,16 +93,6 @@ def test_every_parameter_of_every_family_has_a_rule(family: str, tied: bool) -> 
         if name.startswith("layers."):
             assert {size.in_features, size.out_features} <= {1, *shape}, name
         rules.init(name)
-
-
-def test_gemma_multiplies_embeddings_and_adds_one_to_gains() -> None:
-    """Embeddings times sqrt(dim) have one size at all widths; so have logits, times 1 / m."""
-    rules = rules_of("gemma3", 64)
-    found = table(rules)
-    assert found["tok_embeddings.weight"] == (0.5, 0.5, 0.5)
-    assert rules.init("tok_embeddings.weight").std == pytest.approx(256**-0.5)
-    assert found["norm.weight"] == (0.5, 0.5, 0.5)
-    assert rules.init("norm.weight").value == -0.5
 
 
 def test_experts_are_hidden_matrices_and_routers_outputs() -> None:
@@ -148,8 +129,6 @@ def test_rates_of_muon_keep_the_spectral_norm_in_proportion() -> None:
         base = Rules(rules.spec, rules.base, rules.base)
         rate = rules.factors(name, muon=True).rate
         assert norm(rules, rate) == pytest.approx(norm(base, 1.0)), name
-    assert rules.factors("layers.1.attention.wq.weight", muon=True).rate == 0.5
-    assert rules.factors("layers.1.feed_forward.gate.weight", muon=True).rate == 0.25
 
 
 def filled(rules: Rules, seed: int = 0) -> Any:
@@ -233,16 +212,6 @@ CASES = {
     ),
     "wider heads": Multiplied(
         rules_of("llama3", 64, {"n_heads": 16}, n_layers=2), queries=0.5, held=((r"\.wq", 0.5),)
-    ),
-    "deeper": Multiplied(
-        rules_of("llama3", 64, {"n_layers": 1}, n_layers=2),
-        blocks=0.5,
-        held=((r"\.w[o2]\.", 0.5),),
-    ),
-    "deeper, norms behind": Multiplied(
-        rules_of("olmo2", 64, {"n_layers": 1}, n_layers=2),
-        blocks=0.5,
-        held=((r"_post_norm", 0.5),),
     ),
     "experts": Multiplied(
         rules_of("gpt_oss", 64, {"n_layers": 1}, n_layers=2),
@@ -381,22 +350,6 @@ def test_ranks_that_share_the_work_lose_what_one_rank_loses(pool: Pools, tmp_pat
         )
 
 
-def test_an_export_has_the_logits_of_the_run() -> None:
-    """The weights are those of an ordinary model, so nothing is left out of a file."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    rules = rules_of("qwen3", 64, {"n_heads": 8, "head_dim": 16}, n_layers=2, tied=False)
-    ours = filled(rules)
-    config = AutoConfig.for_model(**rules.spec.hf_config(rules.args))
-    theirs = AutoModelForCausalLM.from_config(config)
-    state = {name: one for name, one in ours.state_dict().items() if "rope" not in name}
-    found = rules.spec.to_hf(state, rules.args)
-    theirs.load_state_dict(found)
-    tokens = torch.arange(24).view(1, -1)
-    with torch.no_grad():
-        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
-
-
 # What is refused and told
 
 DEBUG = "--job.config_file=train_configs/debug_model.toml"
@@ -440,8 +393,12 @@ def test_keys_of_the_base_model_alone_are_told() -> None:
 
 def test_the_start_report_names_the_base_model() -> None:
     assert "dim 64: rates of AdamW times 0.25" in summary(rules_of("llama3", 64, ffn_dim=1024))
-    rules = rules_of("llama3", 256)
-    assert summary(rules) == "the base model itself, dim 256"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_base_model_of_the_same_width_changes_nothing(family: str) -> None:
+    rules = rules_of(family, args_of(family).dim)
+    assert summary(rules) == f"the base model itself, dim {rules.args.dim}"
     for name in rules.names():
-        assert rules.factors(name) == rules.factors(name, True) == (1, 1, 1)
+        assert rules.factors(name) == rules.factors(name, muon=True) == (1, 1, 1), name
         assert rules.init(name) == rules.spec.init_rule(name, rules.args)

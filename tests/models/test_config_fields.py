@@ -268,16 +268,7 @@ def ours_of(family: str, args: Any) -> tuple[Tensor, dict[str, Tensor]]:
     model = SPECS[family].build(args).eval()
     state = weights_of(model.state_dict(), args.norm_offset)
     model.load_state_dict(state)
-    return model(TOKENS), in_files(SPECS[family].to_hf(model.state_dict(), args))
-
-
-def in_files(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    names = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-    found = {}
-    for name, tensor in state.items():
-        plain = re.sub(r"\.(w[123])\.weight$", lambda match: f".{names[match[1]]}.weight", name)
-        found[plain.replace("block_sparse_moe", "mlp")] = tensor
-    return in_memory(found)
+    return model(TOKENS), in_memory(SPECS[family].to_hf(model.state_dict(), args))
 
 
 @torch.no_grad()

@@ -16,7 +16,6 @@ from titanlite.models import SPECS, LlamaArgs, get_spec
 from titanlite.models.counts import count_active_parameters
 from titanlite.models.spec import ModelSpec
 from titanlite.resolve.load import check_config
-from titanlite.utils import human_count
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -220,13 +219,6 @@ def test_a_family_is_one_file_that_a_path_can_name() -> None:
     spec = get_spec(f"{SHOWN}:SPEC")
     assert spec.name == "qwen3"
     assert spec.flavors.keys() == SPECS["qwen3"].flavors.keys()
-    assert {
-        human_count(spec.count_parameters(a)) for a in spec.flavors.values() if a.vocab_size
-    } == {
-        human_count(SPECS["qwen3"].count_parameters(a))
-        for a in SPECS["qwen3"].flavors.values()
-        if a.vocab_size
-    }
 
 
 if __name__ == "__main__" and "--write" in sys.argv:

@@ -1,18 +1,17 @@
-"""Documents in one row compute what each computes alone: logits, losses, gradients, in every way to
-run a block.
+"""Attention with windows, documents and sinks against the formula, its memory, and its graphs.
+
+test_families.py and the grid hold whole models with documents against `transformers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tests.support.llamas import VARIANTS, built, relative, tokens_of
@@ -20,11 +19,9 @@ from tests.support.processes import ROOT
 from tests.support.watch import Watch
 from titanlite.assembly.preflight import mask_problems
 from titanlite.config.data_sections import Data
-from titanlite.config.sections import ActivationCheckpoint
 from titanlite.models import get_spec
-from titanlite.models.attention import document_positions
 from titanlite.models.layers import SdpaAttention
-from titanlite.parallel.activation_checkpoint import apply_ac
+from titanlite.models.sinks import SinkAttention, attend_in_window, attend_masked
 from titanlite.parallel.compile import apply_compile
 
 LENGTHS = [[20, 1, 27], [48], [5, 38, 5]]
@@ -35,61 +32,6 @@ def numbers(lengths: list[list[int]]) -> Tensor:
     return torch.stack(
         [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths]
     )
-
-
-def documents(lengths: list[list[int]], *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """The tensors [rows, seq, …], cut into documents [1, tokens, …]."""
-    rows = zip(*(t.unsqueeze(1) for t in tensors), lengths, strict=True)
-    return [
-        part for *row, sizes in rows for part in zip(*(t.split(sizes, 1) for t in row), strict=True)
-    ]
-
-
-def nll(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-
-
-def by_operation(model: nn.Module) -> None:
-    names = [f"layers.{i}" for i in range(2)]
-    apply_ac(
-        model,
-        names,
-        ActivationCheckpoint(mode="selective", selective_ac_option="op"),
-        torch.device("cpu"),
-    )
-
-
-def compiled(model: nn.Module) -> None:
-    by_operation(model)
-    apply_compile(
-        {f"layers.{i}": model.get_submodule(f"layers.{i}") for i in range(2)}, "aot_eager"
-    )
-
-
-@pytest.mark.slow_after(4)
-@pytest.mark.parametrize(
-    ("variant", "apply"),
-    [("scaled", None), ("gqa", compiled)],
-)
-def test_a_packed_row_equals_its_documents_alone(
-    variant: str, apply: Callable[[nn.Module], None] | None
-) -> None:
-    args = VARIANTS[variant]
-    alone = built(args)
-    packed = built(args)
-    if apply is not None:
-        apply(packed)
-    tokens = tokens_of(args, batch=3, seq=48)
-    labels = tokens.roll(-1, 1)
-    logits = packed(tokens, doc_ids=numbers(LENGTHS))
-    nll(logits, labels).backward()
-    for part, found, target in documents(LENGTHS, tokens, logits.detach(), labels):
-        expected = alone(part)
-        assert relative(found, expected) < 1e-6
-        nll(expected, target).backward()
-    for (name, p), q in zip(packed.named_parameters(), alone.parameters(), strict=True):
-        assert p.grad is not None and q.grad is not None and relative(p.grad, q.grad) < 1e-6, name
-    torch._dynamo.reset()
 
 
 def test_other_documents_need_no_other_graph() -> None:
@@ -110,16 +52,24 @@ def test_other_documents_need_no_other_graph() -> None:
     assert count == 1
 
 
-def test_no_mask_of_the_sequence_squared_is_made() -> None:
-    q, k, v = (torch.randn(1, heads, 1024, 8, requires_grad=True) for heads in (4, 2, 2))
+def apply(attention: SdpaAttention, leaves: list[Tensor], mask: Any) -> Tensor:
+    """Attention of q, k, v, and of sinks where it has them."""
+    q, k, v, *sinks = leaves
+    return attention(q, k, v, mask, *sinks)
+
+
+@pytest.mark.parametrize("kind", [SdpaAttention, SinkAttention])
+def test_nothing_of_the_sequence_squared_is_made(kind: type[SdpaAttention]) -> None:
+    leaves = [torch.randn(1, heads, 1024, 8, requires_grad=True) for heads in (4, 2, 2)]
+    leaves += [torch.zeros(4, requires_grad=True)] * (kind is SinkAttention)
     sizes: list[int] = []
     with Watch(
         lambda _, args, out: sizes.extend(
             t.numel() for t in tree_leaves(out) if isinstance(t, Tensor)
         )
     ):
-        attention = SdpaAttention(24)
-        attention(q, k, v, attention.prepare(numbers([[64] * 16]))).sum().backward()
+        attention = kind(24)
+        apply(attention, leaves, attention.prepare(numbers([[64] * 16]))).sum().backward()
     assert max(sizes) == 4 * 1024 * 8
 
 
@@ -145,53 +95,65 @@ def formula(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None 
     return torch.cat([scores, column], 3).softmax(3)[..., :-1] @ v
 
 
-@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_windows_and_documents_equal_plain_attention(
-    dtype: torch.dtype, within: float, kv_heads: int
-) -> None:
+def results(y: Tensor, leaves: list[Tensor], upstream: Tensor) -> list[Tensor]:
+    """The result, and the gradients of q, k, v and the sinks."""
+    return [y.detach(), *torch.autograd.grad(y, leaves, upstream)]
+
+
+def copies(tensors: list[Tensor], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [t.detach().to(dtype).requires_grad_() for t in tensors]
+
+
+def inputs(kv_heads: int, sinks: bool, queries: int = 48) -> tuple[list[Tensor], Tensor]:
+    """Return q, k, v, perhaps sinks that matter, and a gradient of the result."""
     torch.manual_seed(0)
-    q, k, v, upstream = (
-        torch.randn(3, heads, 48, 16).to(dtype) for heads in (4, kv_heads, kv_heads, 4)
-    )
+    shapes = [(3, 4, queries, 16), *[(3, kv_heads, 48, 16)] * 2, (3, 4, queries, 16)]
+    *given, upstream = (torch.randn(shape) for shape in shapes)
+    return [*given, *[torch.tensor([-2.0, 0.0, 1.0, 5.0])] * sinks], upstream
+
+
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(
+    ("kind", "kv_heads"), [(SdpaAttention, 4), (SdpaAttention, 2), (SinkAttention, 2)]
+)
+def test_windows_and_documents_equal_the_formula(
+    kind: type[SdpaAttention], kv_heads: int, dtype: torch.dtype, within: float
+) -> None:
+    given, upstream = inputs(kv_heads, kind is SinkAttention)
+    given, upstream = [t.to(dtype) for t in given], upstream.to(dtype)
     for window in (None, 1, 7, 47, 100):
         for doc_ids in (None, numbers(LENGTHS)):
-            attention = SdpaAttention(window)
-            ours, exact = (
-                [t.to(d).requires_grad_() for t in (q, k, v)] for d in (dtype, torch.float32)
-            )
-            y = attention(*ours, attention.prepare(doc_ids))
-            expected = formula(*exact, seen_by(48, 48, window, doc_ids))
-            pairs = [
-                (y, expected),
-                *zip(
-                    grads(y, ours, upstream), grads(expected, exact, upstream.float()), strict=True
-                ),
-            ]
-            # A token that sees only itself sends nothing to q and k.
-            assert all(relative(a.float(), b) < within for a, b in pairs if b.norm() > 1e-4), (
-                window,
-                doc_ids,
-            )
+            attention = kind(window)
+            ours, exact = copies(given, dtype), copies(given)
+            y = apply(attention, ours, attention.prepare(doc_ids))
+            q, k, v, *sinks = exact
+            expected = formula(q, k, v, seen_by(48, 48, window, doc_ids), *sinks)
+            found = results(y, ours, upstream)
+            wanted = results(expected, exact, upstream.float())
+            for name, one, other in zip("yqkvs", found, wanted, strict=False):
+                # A token that sees only itself sends nothing to q and k.
+                if other.norm() > 1e-4:
+                    assert relative(one.float(), other) < within, (name, window, doc_ids)
 
 
-def grads(y: Tensor, leaves: list[Tensor], upstream: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(y, leaves, upstream)
-
-
-def test_positions_begin_again_with_each_document() -> None:
-    assert document_positions(torch.tensor([[7, 7, 2, 2, 7]])).tolist() == [[0, 1, 0, 1, 0]]
+@pytest.mark.parametrize("queries", [2, 47])
+def test_fewer_queries_than_keys_of_attention_with_sinks(queries: int) -> None:
+    """As ranks that share a sequence have them: their queries are the last ones."""
+    given, upstream = inputs(2, True, queries)
+    seen = seen_by(queries, 48, 24, None)
+    exact = copies(given, torch.float64)
+    q, k, v, sinks = exact
+    wanted = results(formula(q, k, v, seen, sinks), exact, upstream.double())
+    for attend, mask in ((attend_in_window, 24), (attend_masked, seen)):
+        ours = copies(given)
+        found = results(attend(*ours, mask), ours, upstream)
+        assert all(relative(a, b) < 2e-6 for a, b in zip(found, wanted, strict=True)), attend
 
 
 def test_a_model_without_documents_is_refused() -> None:
     spec = get_spec(f"{ROOT}/examples/tiny_gpt.py:SPEC")
     args = replace(next(iter(spec.flavors.values())), vocab_size=64)
-    masked = Data(mask_documents=True)
-    run: Any = SimpleNamespace(spec=spec, data=masked)
+    run: Any = SimpleNamespace(spec=spec, data=Data(mask_documents=True))
     (problem,) = mask_problems(run, args)
     assert problem.key == "data.mask_documents"
     assert "its forward takes no doc_ids" in problem.message
-    run = SimpleNamespace(spec=spec, data=Data())
-    assert not list(mask_problems(run, args))
-    run = SimpleNamespace(spec=get_spec("llama3"), data=masked)
-    assert not list(mask_problems(run, VARIANTS["gqa"]))

@@ -4,18 +4,23 @@ tokens, counts.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.hf import check_files
 from tests.support.llamas import SCALED, relative, tokens_of
 from tests.support.llamas import VARIANTS as LLAMAS
-from tests.support.reference import in_memory
-from titanlite.models import SPECS, LlamaArgs
+from tests.support.reference import in_memory, in_our_names
+from titanlite.checkpoint.foreign_formats import open_weights
+from titanlite.models import SPECS, LlamaArgs, ShapeError, resolve_args
 from titanlite.models.args import as_record, from_record
+from titanlite.models.argument_fields import deciding
 from titanlite.models.deepseek_v3 import DeepSeekV3Args
 from titanlite.models.gemma3 import Gemma3Args
 from titanlite.models.gpt_oss import GptOssArgs
@@ -245,6 +250,28 @@ def test_logits_and_every_gradient_equal_those_of_transformers(variant: str) -> 
         assert relative(found[name], p.grad) < 3e-6, name
 
 
+@pytest.mark.parametrize("variant", ["gemma3", "llama4", "deepseek_v3"])
+@torch.no_grad()
+def test_documents_of_a_row_compute_what_each_computes_alone(variant: str) -> None:
+    """One is longer than a window, a chunk and a floor of the temperature, and one is short."""
+    ours, theirs, _, args = pair(variant)
+    tokens = tokens_of(args)
+    lengths = [50, 3, tokens.size(1) - 53]
+    documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths)).expand_as(tokens)
+    found = ours(tokens, doc_ids=documents).split(lengths, 1)
+    for part, own in zip(found, tokens.split(lengths, 1), strict=True):
+        torch.testing.assert_close(part, theirs(own).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    ["deepseek_v3", "deepseek_v3, as v2", "mixtral", "qwen3_moe, every second block"],
+)
+def test_files_of_transformers_there_and_back(variant: str, tmp_path: Path) -> None:
+    ours, theirs, family, args = pair(variant)
+    check_files(theirs, ours.state_dict(), SPECS[family], args, tmp_path)
+
+
 @pytest.mark.parametrize(
     "family", [name for name, spec in SPECS.items() if issubclass(spec.args_class, LlamaArgs)]
 )
@@ -274,80 +301,82 @@ def test_each_flavor_has_as_many_parameters_as_in_transformers_and_its_config_js
         assert from_record(as_record(family, args)) == (family, args)
 
 
-PUBLISHED = {
-    ("mistral", "7B-v0.1"): 7_241_732_096,
-    ("mistral", "7B"): 7_248_023_552,
-    ("mistral", "mathstral-7B"): 7_248_023_552,
-    ("gpt_oss", "20B"): 20_914_757_184,
-    ("gpt_oss", "120B"): 116_829_156_672,
-    ("llama4", "17Bx16E"): 107_769_861_120,
-    ("llama4", "17Bx128E"): 400_711_848_960,
-    ("qwen3", "0.6B"): 596_049_920,
-    ("qwen3", "1.7B"): 1_720_574_976,
-    ("qwen3", "4B"): 4_022_468_096,
-    ("qwen3", "8B"): 8_190_735_360,
-    ("qwen3", "14B"): 14_768_307_200,
-    ("qwen3", "32B"): 32_762_123_264,
-    ("olmo2", "1B"): 1_484_916_736,
-    ("olmo2", "7B"): 7_298_617_344,
-    ("olmo2", "13B"): 13_716_198_400,
-    ("olmo2", "32B"): 32_234_279_936,
-    ("olmo3", "7B"): 7_298_011_136,
-    ("olmo3", "32B"): 32_233_522_176,
-    ("gemma3", "270M"): 268_098_176,
-    ("gemma3", "1B"): 999_885_952,
-    ("gemma3", "4B"): 3_880_263_168,
-    ("gemma3", "12B"): 11_766_034_176,
-    ("gemma3", "27B"): 27_009_346_304,
-}
-
-
-def test_published_counts() -> None:
-    assert {
-        name: SPECS[name[0]].count_parameters(SPECS[name[0]].flavors[name[1]]) for name in PUBLISHED
-    } == PUBLISHED
-
-
-def test_attention_outside_the_window_costs_nothing() -> None:
-    flops = SPECS["mistral"].flops_per_token
-    flavors = SPECS["mistral"].flavors
-    windowed = flavors["mathstral-7B"]
-    assert flops(windowed, 4096) == flops(flavors["7B"], 4096)
-    assert flops(flavors["7B"], 8192) - flops(windowed, 8192) == 32 * 12 * 4096 * 4096
-    # Three of four blocks have a window of half the sequence.
-    spec, olmo = SPECS["olmo3"], SPECS["olmo3"].flavors["7B"]
-    whole = replace(olmo, full_every=1)
-    saved = spec.flops_per_token(whole, 8192) - spec.flops_per_token(olmo, 8192)
-    assert saved == 24 * 12 * 4096 * 4096
-
-
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
         ("mistral", {"model_type": "llama"}, "model_type is 'llama', and this family is 'mistral'"),
         ("mistral", {"num_hidden_layers": 10**9}, "num_hidden_layers is more than 10000"),
-        ("llama4", {"model_type": "llama4"}, "text_config is missing"),
         ("llama4", {"interleave_moe_layer_step": 9}, "no block has experts"),
-        ("llama4", {"interleave_moe_layer_step": 0}, "^interleave_moe_layer_step must be positive"),
-        (
-            "olmo3",
-            {"rope_parameters": {"sliding_attention": {"rope_theta": 1e5}}},
-            "is 10000.0 in layers without a window and 100000.0 in the others; an OLMo 3 here",
-        ),
-        (
-            "olmo3",
-            {"rope_parameters": {"sliding_attention": {"rope_type": "yarn", "factor": 2.0}}},
-            "rope_type of sliding_attention is 'yarn'; here RoPE is scaled in layers",
-        ),
-        ("olmo3", {"rope_parameters": {"rope_theta": 1e4}}, "needs a table 'full_attention'"),
-        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; the models"),
+        ("deepseek_v3", {"topk_group": 9}, "topk_group must be at most n_group = 4"),
         ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be positive, got 0"),
     ],
 )
 def test_another_config_json_is_refused(family: str, changes: dict[str, Any], words: str) -> None:
-    args = {"mistral": MISTRAL, "olmo3": OLMO3, "gemma3": GEMMA3, "llama4": LLAMA4}[family]
+    """What `transformers` takes, or has no say in; test_config_fields.py has every other entry."""
+    args = {"mistral": MISTRAL, "gemma3": GEMMA3, "llama4": LLAMA4, "deepseek_v3": V3}[family]
     with pytest.raises(ValueError, match=words):
         SPECS[family].args_from_hf({**SPECS[family].hf_config(args), **changes})
+
+
+V2 = VARIANTS["deepseek_v3, as v2"][1]
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "words"),
+    [
+        (V2, {"norm_topk": True}, "norm_topk is true"),
+        (V2, {"group_best": 2}, "group_best is 2, .*-V2 .* model.overrides.group_best = 1"),
+        (V3, {"group_best": 1}, "group_best is 1, .*-V3 .* model.overrides.group_best = 2"),
+        (V3, {"latent_norm_eps": 1e-5}, "latent_norm_eps is 1e-05, and DeepSeek .* has 1e-06"),
+        (V3, {"last_norm_eps": 1e-5}, r"train with model\.overrides\.last_norm_eps = 1e-06"),
+        (GPT_OSS, {"bias_update": 0.001}, "no biases of experts"),
+        (QWEN3_MOE, {"bias_update": 0.001}, "no biases of experts"),
+        (LLAMA4, {"bias_update": 0.001}, "no biases of experts"),
+        (LLAMA4, {"score": "softmax"}, "score is 'softmax'"),
+    ],
+)
+def test_what_transformers_has_not_is_not_exported(
+    base: Any, changes: dict[str, Any], words: str
+) -> None:
+    spec = next(spec for spec in SPECS.values() if spec.args_class is type(base))
+    for function in (spec.hf_config, spec.hf_names)[: 2 if "bias_update" in changes else 1]:
+        function(base)
+        with pytest.raises(ValueError, match=words):
+            function(replace(base, **changes))
+
+
+def test_softmax_scores_with_biases_are_not_exported() -> None:
+    spec, key = SPECS["deepseek_v3"], "checkpoint.last_save_in_hf"
+    assert "has no biases of experts" in spec.why_not(spec.flavors["debugmodel"], key)
+    assert not spec.why_not(V2, key) and not spec.why_not(V3, key)
+
+
+def test_epsilons_of_latents_and_of_the_last_norm_decide_logits() -> None:
+    assert deciding(replace(V3, last_norm_eps=1e-6)) == deciding(V3)
+    changed = {"latent_norm_eps": 1e-4, "last_norm_eps": 1e-5}
+    assert deciding(replace(V3, **changed)) == {**deciding(V3), **changed}
+    model = SPECS["deepseek_v3"].build(replace(V3, norm_eps=1e-3, **changed))
+    attention = model.layers["1"].attention
+    assert (attention.q_norm.eps, attention.kv_norm.eps, model.norm.eps) == (1e-4, 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "words"),
+    [
+        ("deepseek_v3", {"score": "softmax_of_chosen"}, 'score must be "sigmoid" or "softmax"'),
+        ("llama4", {"sparse_step": 9}, "no block has experts"),
+        (
+            "qwen3_moe",
+            {"sparse_step": 4},
+            "the family qwen3 has dense models",
+        ),
+        ("qwen3_moe", {"dense_blocks": [3]}, "dense_blocks has 3, and blocks are 0 to 2"),
+        ("qwen3_moe", {"dense_blocks": ["0"]}, "dense_blocks: expected a list of integers"),
+    ],
+)
+def test_arguments_that_make_no_model(family: str, overrides: dict[str, Any], words: str) -> None:
+    with pytest.raises(ShapeError, match=words):
+        resolve_args(family, "debugmodel", {"n_layers": 3, **overrides}, tokenizer_size=96)
 
 
 #: As published: `transformers` 4 wrote one table, for layers without a window.
@@ -392,12 +421,42 @@ def test_a_config_json_of_transformers_4_describes_the_same_model(family: str) -
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_a_block_scales_rope_only_where_it_sees_all_tokens() -> None:
-    args = SPECS["olmo3"].flavors["7B"]
-    windows = [args.of_block(index).window for index in range(8)]
-    assert windows == [4096, 4096, 4096, None] * 2
-    assert args.of_block(0).rope_scaling is None
-    assert args.of_block(3).rope_scaling == args.rope_scaling
-    gemma = SPECS["gemma3"].flavors["27B"]
-    thetas = [gemma.of_block(index).rope_theta for index in range(6)]
-    assert thetas == [1e4] * 5 + [1e6]
+def test_gates_and_what_they_multiply_are_clamped_as_in_transformers() -> None:
+    ours, theirs, _, args = pair("gpt_oss")
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if name.endswith("gate_up"):
+                parameter *= 6
+    names = SPECS["gpt_oss"].hf_names(args)
+    theirs.load_state_dict(in_memory(SPECS["gpt_oss"].to_hf(ours.state_dict(), args)))
+    found, expected = ours(tokens_of(args)), theirs(tokens_of(args)).logits
+    assert relative(found, expected) < 1e-5
+    for out in (found, expected):
+        out.square().sum().backward()
+    for name, parameter in ours.named_parameters():
+        assert relative(parameter.grad, theirs.get_parameter(names[name]).grad) < 2e-5, name
+
+
+def test_blocks_for_further_tokens_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from safetensors.torch import save_file
+
+    spec = SPECS["deepseek_v3"]
+    values = spec.to_hf(pair("deepseek_v3")[0].state_dict(), V3)
+    more = {}
+    for name in ("eh_proj", "enorm", "self_attn.o_proj", "shared_head.head"):
+        more[f"model.layers.{V3.n_layers}.{name}.weight"] = torch.randn(8, 8)
+    copies = {name: tensor.clone() for name, tensor in {**values, **more}.items()}
+    save_file(copies, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = {**spec.hf_config(V3), "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with caplog.at_level("INFO"):
+        weights = open_weights(tmp_path)
+    wanted = in_our_names(values, spec.hf_names(V3))
+    assert weights.parts.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(weights.read(name), tensor), name
+    (line,) = caplog.messages
+    assert "4 tensors left out, model.layers.3.eh_proj.weight and others" in line
+    assert "multi-token prediction" in line

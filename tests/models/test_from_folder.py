@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.support.pool import Pools
 from tests.support.refusals import refusal
@@ -50,21 +49,11 @@ LLAMA_3 = {
 #: flavor.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama3": {"model_type": "llama", "rope_parameters": LLAMA_3},
-    "mistral": {"model_type": "mistral", "sliding_window": 16, "num_key_value_heads": 4},
     "mixtral": {
         "model_type": "mixtral",
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "sliding_window": None,
-    },
-    "qwen3_moe": {
-        "model_type": "qwen3_moe",
-        "head_dim": 24,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 40,
-        "mlp_only_layers": [1],
-        "norm_topk_prob": True,
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": True},
     "llama4": {
@@ -127,39 +116,11 @@ def of(name: str, folder: Path, *flags: str) -> list[str]:
     return [*FLAGS, f"--model.name={name}", f"--checkpoint.initial_load_path={folder}", *flags]
 
 
-def _first_step(world: DistEnv, out: str, *flags: str) -> dict[str, Any]:
-    """Load the weights and take one step; the batch, the logits before it and its loss."""
-    run = check_config([*flags, f"--job.dump_folder={out}"], world.size)[1]
-    parts = build(run, world)
-    assert parts.checkpointer is not None
-    assert parts.checkpointer.load(parts.model, parts.optimizer) is not None
-    batches = parts.loader.next_step()
-    (batch,) = batches
-    with torch.no_grad():
-        logits = parts.model(batch.tokens)
-    loss = parts.train_step(batches, 1, parts.learning_rate(1)).loss.item()
-    parts.close()
-    return {"tokens": batch.tokens, "labels": batch.labels, "logits": logits, "loss": loss}
-
-
 def _train(world: DistEnv, out: str, *flags: str) -> int:
     run = check_config([*flags, f"--job.dump_folder={out}"], world.size)[1]
     trainer = Trainer(build(run, world, read_datasets(run)))
     trainer.train()
     return trainer.step
-
-
-def test_a_step_from_a_folder_of_transformers_has_its_logits_and_its_loss(
-    pool: Pools, tmp_path: Path
-) -> None:
-    name = "llama3"
-    theirs = published(tmp_path / "source", name)
-    found = pool(1).run(_first_step, str(tmp_path / "out"), *of(name, tmp_path / "source"))[0]
-    with torch.no_grad():
-        expected = theirs(found["tokens"]).logits
-    torch.testing.assert_close(found["logits"], expected, atol=2e-5, rtol=1e-4)
-    loss = nn.functional.cross_entropy(expected.flatten(0, 1), found["labels"].flatten())
-    assert found["loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
 def test_a_checkpoint_needs_the_folder_no_more(pool: Pools, tmp_path: Path) -> None:
@@ -243,32 +204,18 @@ def test_a_folder_that_gives_no_shape(
     assert words in f"{found.message} {found.remedy}"
 
 
-@pytest.mark.parametrize(
-    ("name", "flags", "lines"),
-    [
-        ("llama3", ["dim=128"], {"model.overrides.dim is 128 here, 64 there"}),
-        (
-            "mixtral",
-            ["n_experts=8", "top_k=3"],
-            {
-                "model.overrides.n_experts is 8 here, 4 there",
-                "model.overrides.top_k is 3 here, 2 there",
-            },
-        ),
-        ("qwen3", ["tied=false"], {"model.overrides.tied is false here, true there"}),
-    ],
-)
-def test_another_model_is_named_by_our_keys_before_anything_is_read(
-    tmp_path: Path, name: str, flags: list[str], lines: set[str]
-) -> None:
+def test_another_model_is_named_by_our_keys_before_anything_is_read(tmp_path: Path) -> None:
     """The folder has no weights at all, so nothing else can tell."""
-    folder = written(tmp_path / "source", name)
-    given = of(name, folder, *(f"--model.overrides.{flag}" for flag in flags))
+    folder = written(tmp_path / "source", "mixtral")
+    changes = ("--model.overrides.n_experts=8", "--model.overrides.top_k=3")
+    given = of("mixtral", folder, *changes)
     found = refusal(given)
     assert (found.key, found.code) == ("checkpoint.initial_load_path", "model")
-    assert "its config.json:" in found.message
-    assert {*found.message.split("\n  ")[1:]} == lines
-    assert "download" not in str(found)
+    assert "its config.json:" in found.message and "download" not in str(found)
+    assert {*found.message.split("\n  ")[1:]} == {
+        "model.overrides.n_experts is 8 here, 4 there",
+        "model.overrides.top_k is 3 here, 2 there",
+    }
     with pytest.raises(ConfigError):
         check_config(given, 1, training=False)
     check_config([*given, "--checkpoint.allow_changes=model"], 1)
@@ -277,12 +224,9 @@ def test_another_model_is_named_by_our_keys_before_anything_is_read(
 def test_another_model_is_told_with_its_remedy_and_another_family_by_its_name(
     tmp_path: Path,
 ) -> None:
-    folder = tmp_path / "source"
-    folder.mkdir()
-    (folder / "config.json").write_text(
-        json.dumps(SPECS["llama3"].hf_config(SPECS["llama3"].flavors["3.2-1B"]))
-    )
-    start = ["--checkpoint.enable_checkpoint", f"--checkpoint.initial_load_path={folder}"]
+    config = SPECS["llama3"].hf_config(SPECS["llama3"].flavors["3.2-1B"])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    start = ["--checkpoint.enable_checkpoint", f"--checkpoint.initial_load_path={tmp_path}"]
     found = refusal(start)
     assert 'model.flavor = "from_folder" takes the shape from there' in found.remedy
     found = refusal([*start, "--model.name=qwen3"])
@@ -329,49 +273,24 @@ def test_a_checkpoint_of_another_model_is_told_by_its_manifest(pool: Pools, tmp_
     assert not (tmp_path / "ran").exists(), "nothing that a manifest names is imported"
 
 
-WRONG: tuple[Any, ...] = (
-    "text",
-    "llama3",
-    [],
-    [1],
-    [[1]],
-    {},
-    {"a": 1},
-    None,
-    True,
-    1.5,
-    -1,
-    0,
-    10**30,
-    float("nan"),
-)
+WRONG: tuple[Any, ...] = ("llama3", [], [[1]], {"a": 1}, None, True, 1.5, -1, 10**30, float("nan"))
 
 
 @pytest.mark.parametrize("name", ["llama3", "llama4", "gemma3"])
 def test_an_entry_of_a_wrong_type_is_an_error_that_names_it(tmp_path: Path, name: str) -> None:
     """Of each entry, also in the table of the rotary positions: a model, or an error in words."""
-    spec = get_spec(name)
     whole = {**SMALL, **FAMILIES[name]}
-    more = (
-        "rope_scaling",
-        "rope_theta",
-        "rope_parameters",
-        "layer_types",
-        "use_sliding_window",
-        "head_dim",
-    )
-    nested = [("rope_parameters", key) for key in LLAMA_3]
-    for place in [*((key,) for key in (*whole, *more)), *nested]:
+    more = ("rope_scaling", "rope_theta", "rope_parameters", "layer_types", "head_dim")
+    places = [*((key,) for key in (*whole, *more)), *(("rope_parameters", key) for key in LLAMA_3)]
+    for place in places:
         for value in WRONG:
             content = json.loads(json.dumps(whole))
             table = content if len(place) == 1 else content.setdefault(place[0], dict(LLAMA_3))
             table[place[-1]] = value
             try:
-                spec.args_from_hf(content)
+                get_spec(name).args_from_hf(content)
             except ValueError as error:
                 assert str(error), (place, value)
-    with pytest.raises(ValueError, match="rope_scaling is 'linear', expected a table"):
-        spec.args_from_hf({**whole, "rope_scaling": "linear"})
     written(tmp_path / "source", name, rope_scaling="linear")
     found = refusal(of(name, tmp_path / "source"))
     assert "config.json: rope_scaling is 'linear', expected a table" in found.message

@@ -12,16 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.hf import TOML, config_flags, content, train_losses, written
+from tests.support.hf import TOML, config_flags, content, train_losses
 from tests.support.hf_compare import alone, differences, flags_of, on_ranks
 from tests.support.llamas import VARIANTS, built, tokens_of
 from tests.support.pool import Pools
 from tests.support.processes import python
 from titanlite.config.errors import ConfigError
-from titanlite.loss import cross_entropy_sum
 from titanlite.models import Init, ShapeError, get_spec
 from titanlite.models.hf import args_from_hf
-from titanlite.parallel.init import materialize
 from titanlite.resolve.load import check_config
 
 SPEC = get_spec("hf")
@@ -29,11 +27,20 @@ TIED = {"gemma", "opt", "gpt2"}
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("family", ["gemma", "opt", "phi", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("gemma", {"training__fsdp_units": "GemmaAttention,GemmaMLP"}),
+        ("opt", {}),
+        ("phi", {"activation_checkpoint__mode": "full"}),
+        ("gpt2", {"training__compile": "true"}),
+    ],
+    ids=str,
+)
 def test_gradients_on_two_ranks_are_those_of_transformers(
-    pool: Pools, tmp_path: Path, family: str
+    pool: Pools, tmp_path: Path, family: str, keys: dict[str, Any]
 ) -> None:
-    found = pool(2).run(on_ranks, flags_of(tmp_path, family), False)[0]
+    found = pool(2).run(on_ranks, flags_of(tmp_path, family, **keys), False)[0]
     expected = alone(family, found.weights, False)
     # OPT's biases of keys have no gradient but rounding.
     assert max(differences(found, expected).values()) < 2e-5
@@ -42,62 +49,12 @@ def test_gradients_on_two_ranks_are_those_of_transformers(
     assert bool(SPEC.tied(args)) == (family in TIED)
 
 
-@pytest.fixture(scope="module")
-def straight(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Four steps of a tied Qwen2 on 2 ranks."""
-    folder = tmp_path_factory.mktemp("straight")
-    return pool(2).run(
-        train_losses, config_flags(folder, written(folder, "qwen2"), "--training.steps=4")
-    )[0]
-
-
 @pytest.mark.slow
-def test_a_resume_is_exact_and_one_rank_trains_as_two(
-    pool: Pools, straight: Any, tmp_path: Path
-) -> None:
-    assert min(straight)[0] < straight[0][0] - 0.1
-    flags = [*config_flags(tmp_path, written(tmp_path, "qwen2")), "--checkpoint.enable_checkpoint"]
-    assert pool(2).run(train_losses, [*flags, "--training.steps=2"])[0] == straight[:2]
-    assert (
-        pool(2).run(train_losses, [*flags, "--training.steps=4", "--checkpoint.start=resume"])[0]
-        == straight
-    )
-    (tmp_path / "alone").mkdir()
-    alone = config_flags(tmp_path / "alone", written(tmp_path, "qwen2"), "--training.steps=4")
-    rows = pool(1).run(train_losses, alone)[0]
-    assert [x for row in rows for x in row] == pytest.approx(
-        [x for row in straight for x in row], rel=2e-5
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "tolerance"),
-    [
-        (
-            [
-                "--activation_checkpoint.mode=selective",
-                "--activation_checkpoint.selective_ac_option=op",
-            ],
-            1e-6,
-        ),
-        (["--training.fsdp_units=Qwen2Attention,Qwen2MLP"], 1e-6),
-        (["--float8.enable_float8_linear", "--float8.emulate"], 2e-2),
-        pytest.param(
-            ["--training.compile", "--compile.backend=aot_eager"], 1e-5, marks=pytest.mark.slow
-        ),
-    ],
-    ids=["op", "classes", "float8", "compile"],
-)
-def test_features_work_on_its_blocks(
-    pool: Pools, straight: Any, tmp_path: Path, flags: list[str], tolerance: float
-) -> None:
-    given = config_flags(tmp_path, written(tmp_path, "qwen2"), "--training.steps=2", *flags)
-    rows = pool(2).run(train_losses, given)[0]
-    assert [row[0] for row in rows] == pytest.approx(
-        [row[0] for row in straight[:2]], rel=tolerance
-    )
-    assert rows != straight[:2] or tolerance < 1e-3
+def test_its_linears_may_be_in_float8(pool: Pools, tmp_path: Path) -> None:
+    on = {"float8__enable_float8_linear": "true", "float8__emulate": "true"}
+    found = pool(2).run(on_ranks, flags_of(tmp_path, "llama", **on), False)[0]
+    expected = alone("llama", found.weights, False)
+    assert 1e-6 < abs(found.loss / expected.loss - 1) < 2e-2
 
 
 def test_recomputed_dropout_draws_the_same_numbers(pool: Pools, tmp_path: Path) -> None:
@@ -122,8 +79,7 @@ def test_a_llama_is_the_same_model_by_both_names() -> None:
     model = SPEC.build(theirs)
     model.load_state_dict(llama.to_hf(ours.state_dict(), args), strict=not args.tied)
     tokens = tokens_of(args)
-    losses = [cross_entropy_sum(m(tokens), tokens.roll(-1, 1)).item() for m in (ours, model)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    torch.testing.assert_close(model(tokens), ours(tokens))
     assert SPEC.count_parameters(theirs) == llama.count_parameters(args)
     assert SPEC.flops_per_token(theirs, 64) == llama.flops_per_token(args, 64)
     assert sorted(SPEC.hf_names(theirs)) == sorted(llama.hf_names(args).values())
@@ -137,19 +93,10 @@ def test_the_files_of_save_pretrained_have_its_names_and_its_config(tmp_path: Pa
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert set(file.keys()) == set(SPEC.hf_names(args))
     again = args_from_hf(json.loads((tmp_path / "config.json").read_text()))
-    assert (
-        args_from_hf(
-            {"model_type": "bloom", "hidden_size": 64, "n_layer": 1, "n_head": 2}
-        ).max_seq_len
-        == 2048
-    )
     assert SPEC.hf_config(again)["architectures"] == ["GPT2LMHeadModel"]
     assert again.vocab_size == 2304
-    assert (
-        args_from_hf(json.loads(json.dumps(SPEC.hf_config(args)))).skeleton.rules
-        == args.skeleton.rules
-    )
-    assert SPEC.count_parameters(again) == SPEC.count_parameters(args)
+    for one in (again, args_from_hf(json.loads(json.dumps(SPEC.hf_config(args))))):
+        assert one.skeleton.rules == args.skeleton.rules
 
 
 def test_rules_are_those_of_the_model_itself() -> None:
@@ -165,22 +112,6 @@ def test_rules_are_those_of_the_model_itself() -> None:
     assert rule("model.layers.0.mlp.up_proj.weight", args_from_hf(content("qwen2"))) == Init(
         "normal", std=0.05
     )
-
-
-def test_buffers_that_no_checkpoint_holds_are_computed_and_parameters_stay() -> None:
-    scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope = {**scaled, "original_max_position_embeddings": 64, "rope_theta": 5e5}
-    args = args_from_hf({**content("llama"), "rope_parameters": rope})
-    model: Any = SPEC.build_on_meta(args)
-
-    def initialize(part: Any) -> None:
-        for parameter in part.parameters():
-            parameter.data.fill_(3.0)
-        part.init_buffers()
-
-    materialize(model, torch.device("cpu"), initialize)
-    assert model.model.rotary_emb.inv_freq.equal(SPEC.build(args).model.rotary_emb.inv_freq)  # type: ignore[union-attr]
-    assert all((parameter == 3).all() for parameter in model.parameters())
 
 
 MODEL = "model.hf_config"

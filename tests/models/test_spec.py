@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from tests.support.hf import unpermute
 from titanlite.assembly.fingerprints import weights_fingerprints
+from titanlite.config.model_sections import Optimizer
 from titanlite.models import Init, LlamaArgs, ShapeError, get_spec, resolve_args
-from titanlite.models import llama_hf as hf
 from titanlite.models.args import as_record, from_record
 from titanlite.models.argument_fields import argument, deciding
-from titanlite.models.layers import Llama
 from titanlite.models.llama import decoder_spec
+from titanlite.optim.groups import parameter_groups
 
 ARGS = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=96)
 TIED = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=96, tied=True)
@@ -44,14 +41,16 @@ def test_initial_distribution_of_every_kind_of_parameter() -> None:
             assert init.kind == "trunc_normal"
             assert init.std == pytest.approx(0.02 / math.sqrt(2 * (layer + 1)), rel=1e-12)
             assert init.bound == pytest.approx(3 * init.std, rel=1e-12)
+    experts = [f"layers.1.feed_forward.experts.w{number}" for number in (1, 2)]
+    mixture = resolve_args("mixtral", "8x7B")
+    stds = [get_spec("mixtral").init_rule(name, mixture).std for name in experts]
+    assert stds == [0.02, pytest.approx(0.02 / 2)]
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "lm_head.weight",
         "layers.3.attention.wq.weight",
-        "layers.0.attention.wq.bias",
         "layers.0.attention.w1x.weight",
     ],
 )
@@ -60,40 +59,39 @@ def test_a_name_without_a_rule_raises(name: str) -> None:
         get_spec("llama3").init_rule(name, ARGS)
 
 
-def meta_rotation(x: Tensor, theta: float = 1e4) -> Tensor:
-    """RoPE as Meta's code writes it: neighbouring pairs as complex numbers.
-
-    x: [heads, seq, head_dim].
-    """
-    half = torch.arange(0, x.size(-1), 2).float() / x.size(-1)
-    angles = torch.outer(torch.arange(x.size(1)).float(), theta**-half)
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
-
-
-def test_metas_layout_gives_the_same_attention_scores_after_permutation() -> None:
-    torch.manual_seed(0)
-    n_heads = 4
-    head_dim = 16
-    dim = 64
-    seq = 10
-    x = torch.randn(seq, dim)
-    wq = torch.randn(dim, dim)
-    wk = torch.randn(dim, dim)
-    rotation = Llama(ARGS).rope(seq)
-
-    def ours(weight: Tensor) -> Tensor:
-        return rotation((x @ weight.T).view(1, seq, n_heads, head_dim))[0].transpose(0, 1)
-
-    def metas(weight: Tensor) -> Tensor:
-        return meta_rotation((x @ weight.T).view(seq, n_heads, head_dim).transpose(0, 1))
-
-    expected = metas(wq) @ metas(wk).transpose(1, 2)
-    scores = ours(hf.permute(wq, n_heads)) @ ours(hf.permute(wk, n_heads)).transpose(1, 2)
-    torch.testing.assert_close(scores, expected, atol=1e-3, rtol=1e-5)
-    assert (ours(wq) @ ours(wk).transpose(1, 2) - expected).abs().max() > 1
-    assert torch.equal(unpermute(hf.permute(wq, n_heads), n_heads), wq)
-    assert not torch.equal(hf.permute(wq, n_heads), wq)
+def test_biases_and_sinks_begin_at_zero_and_have_no_decay() -> None:
+    spec = get_spec("gpt_oss")
+    args = replace(spec.flavors["debugmodel"], n_layers=2, vocab_size=96)
+    model = spec.build_on_meta(args)
+    zeros = set()
+    for name, _ in model.named_parameters():
+        if spec.init_rule(name, args).kind == "zeros":
+            zeros.add(name.partition(".")[2].partition(".")[2])
+    assert zeros == {
+        *(f"attention.w{one}.bias" for one in "qkvo"),
+        "attention.sinks.weight",
+        "feed_forward.gate.bias",
+        "feed_forward.experts.gate_up_bias",
+        "feed_forward.experts.down_bias",
+    }
+    parameters = dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    blocks = spec.block_names(args)
+    decayed = Optimizer(no_decay_on_norms=True)
+    without = set()
+    for group in parameter_groups(parameters, decayed, blocks):
+        if group.get("weight_decay") == 0.0:
+            without |= {names[id(parameter)] for parameter in group["params"]}
+    assert without == {name for name in parameters if "norm" in name or "bias" in name} | {
+        f"{block}.attention.sinks.weight" for block in blocks
+    }
+    (muon,) = (
+        group
+        for group in parameter_groups(parameters, Optimizer(name="Muon"), blocks)
+        if group.get("muon")
+    )
+    assert not any("bias" in names[id(parameter)] for parameter in muon["params"])
+    assert len(muon["params"]) == 2 * (4 + 1 + 2)
 
 
 @dataclass(frozen=True)
@@ -117,13 +115,13 @@ TUNED_NAME = f"{__name__}:TUNED"
 def test_a_new_argument_is_declared_in_one_place() -> None:
     tokenizer: Any = SimpleNamespace(fingerprint="")
 
-    def changed(**changes: Any) -> Any:
-        return resolve_args(TUNED_NAME, "debugmodel", changes)
+    def changed(name: str = TUNED_NAME, **changes: Any) -> Any:
+        return resolve_args(name, "debugmodel", changes, tokenizer_size=96)
 
-    def told(args: Any) -> tuple[bool, bool]:
+    def told(args: Any, name: str = TUNED_NAME) -> tuple[bool, bool]:
         """Whether checkpoints are of another model, and whether weights of others are."""
-        both = changed(), args
-        resumed = [weights_fingerprints(TUNED_NAME, one, tokenizer)["model"] for one in both]
+        both = changed(name), args
+        resumed = [weights_fingerprints(name, one, tokenizer)["model"] for one in both]
         compared = [deciding(one) for one in both]
         return resumed[0] != resumed[1], compared[0] != compared[1]
 
@@ -133,6 +131,8 @@ def test_a_new_argument_is_declared_in_one_place() -> None:
     assert told(changed(narrow=16)) == (True, True)
     assert told(changed(max_seq_len=64)) == (False, False)
     assert told(changed(shift=0.5)) == (True, True)
+    routed = changed("mixtral", aux_loss=0.5, z_loss=0.1)
+    assert told(routed, "mixtral") == (False, False), "losses of routers make no other model"
     wanted = "gain must be positive, got 0.0; .*penalty must not be negative, got -1.0"
     with pytest.raises(ShapeError, match=wanted):
         changed(gain=0.0, penalty=-1.0)

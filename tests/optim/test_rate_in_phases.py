@@ -40,23 +40,14 @@ def test_a_schedule_in_tokens_reaches_its_floor_with_the_last_token_of_a_ramp() 
     assert rates(BY_TOKENS, 7) == pytest.approx(wanted, rel=1e-12)
     wanted[:2] = [1 / 2, 1.0]
     assert rates(replace(BY_TOKENS, style="titan-0.2"), 7) == pytest.approx(wanted, rel=1e-12)
-
-
-def test_the_style_of_aws_counts_tokens_with_the_step() -> None:
-    fsdp = replace(BY_TOKENS, style="fsdp")
-    # 40, 60 and 80 tokens are 0.2, 0.4 and 0.6 of the whole after the warm-up; then it stops.
-    assert rates(fsdp) == pytest.approx([0.5, 1.0, 0.82, 0.64, 0.46, 0.46], rel=1e-12)
-
-
-def test_the_last_part_of_a_schedule_in_tokens_decays() -> None:
-    late = replace(BY_TOKENS, decay_steps=40)
-    assert rates(late, 7) == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 0.55, 0.1], rel=1e-12)
-
-
-def test_a_warm_up_that_ends_within_a_step_does_not_pass_the_peak() -> None:
-    for style in ("titan", "titan-0.2"):
-        schedule: Any = replace(BY_TOKENS, warmup_steps=25, style=style)
-        assert max(rates(schedule)) <= 1.0
+    # AWS counts the step's own tokens: 40, 60 and 80 are 0.2, 0.4 and 0.6 of the whole after the
+    # warm-up; then it stops.
+    wanted = [0.5, 1.0, 0.82, 0.64, 0.46, 0.46]
+    assert rates(replace(BY_TOKENS, style="fsdp")) == pytest.approx(wanted, rel=1e-12)
+    wanted = [1 / 3, 2 / 3, 1, 1, 1, 0.55, 0.1]
+    assert rates(replace(BY_TOKENS, decay_steps=40), 7) == pytest.approx(wanted, rel=1e-12)
+    # A warm-up that ends within a step.
+    assert max(rates(replace(BY_TOKENS, warmup_steps=25))) <= 1.0
 
 
 @pytest.mark.parametrize("style", ["titan", "titan-0.2", "fsdp"])

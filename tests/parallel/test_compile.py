@@ -31,6 +31,7 @@ from tests.support.harness import (
 from tests.support.pool import Pools
 from tests.support.processes import python
 from tests.support.steps import train_step
+from tests.support.words import listening
 from titanlite import exit_codes, main
 from titanlite.assembly.preflight import check_machine
 from titanlite.config.errors import ConfigError
@@ -49,7 +50,6 @@ from titanlite.parallel.compile import (
 from titanlite.resolve.load import load_config
 from titanlite.run.config import RunConfig
 from titanlite.step import PlainRunner
-from titanlite.utils import logger
 from titanlite.validation import validate
 
 
@@ -76,15 +76,8 @@ class Counted:
 
     steps: list[int]
     validations: list[int]
-    logged: list[tuple[str, str]]
-
-
-def listen(logged: list[tuple[str, str]]) -> logging.Handler:
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append((record.levelname, record.getMessage()))  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    return handler
+    logged: list[str]
+    warned: list[str]
 
 
 def _count(world: DistEnv, run: Run, lengths: list[int]) -> Counted:
@@ -96,11 +89,10 @@ def _count(world: DistEnv, run: Run, lengths: list[int]) -> Counted:
     loss = run.builder(world).loss()
     assert run.compile is not None
     watch = CompileWatch(run.compile.backend)
-    counted = Counted([], [], [])
-    handler = listen(counted.logged)
-    watch.start()
     guard = FiniteGuard(world.device)
-    try:
+    with listening() as said, listening(logging.WARNING) as warned:
+        counted = Counted([], [], said, warned)
+        watch.start()
         for step, length in enumerate(lengths, start=1):
             data = micro_batches(run, step - 1, rank, world.size)
             parts = [Batch(b.tokens[:, :length], b.labels[:, :length]) for b in data]
@@ -121,8 +113,6 @@ def _count(world: DistEnv, run: Run, lengths: list[int]) -> Counted:
                 validate(model, whole, world.device, PlainRunner(model, loss))
                 watch.after(step, "validation")
                 counted.validations.append(COUNTING.graphs)
-    finally:
-        logger.removeHandler(handler)
     return counted
 
 
@@ -134,10 +124,11 @@ def test_all_blocks_share_one_graph_in_training_and_one_in_validation(pool: Pool
     counted = pool(1).run(_count, run, [SEQ] * 5)[0]
     assert counted.steps == [2, 2, 4, 4, 4]  # block and loss, then both once more without gradients
     assert counted.validations == [4, 4]
-    assert [level for level, _ in counted.logged] == ["INFO"] * 3
-    assert counted.logged[0][1] == "the first step compiles with counting"
-    assert "made 2 graphs for training in " in counted.logged[1][1]
-    assert "made 2 graphs for validation in " in counted.logged[2][1]
+    assert not counted.warned
+    first, training, validation = counted.logged
+    assert first == "the first step compiles with counting"
+    assert "made 2 graphs for training in " in training
+    assert "made 2 graphs for validation in " in validation
 
 
 def test_recompilation_is_a_warning_with_what_was_compiled(pool: Pools) -> None:
@@ -147,15 +138,13 @@ def test_recompilation_is_a_warning_with_what_was_compiled(pool: Pools) -> None:
         counted[0].steps[2] == counted[0].steps[1] + 2 + 2
     )  # validation after step 2, the new length in step 3
     assert counted[0].steps[-1] == counted[0].steps[2]
-    warnings = [text for level, text in counted[0].logged if level == "WARNING"]
-    (text,) = warnings
+    (text,) = counted[0].warned
     assert re.fullmatch(
         r"step 3: torch\.compile compiled \S+/titanlite/loss\.py:\d+, "
         r"\S+/titanlite/models/layers\.py:\d+ again, in .* s; TORCH_LOGS=recompiles tells why",
         text,
     )
-    # The second rank writes to its own log only.
-    assert [level for level, _ in counted[1].logged] == ["INFO"] * 4
+    assert counted[1].warned == [], "the second rank writes to its own log only"
 
 
 _FAILURES = """

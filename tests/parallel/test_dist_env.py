@@ -5,6 +5,7 @@ again.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from tests.support.pool import Pools, free_port
 from tests.support.processes import ROOT, python
 from titanlite.dist import ParallelismError
 from titanlite.dist.dist_env import DistEnv
+from titanlite.dist.flight_recorder import recording
 from titanlite.dist.launch_env import LaunchEnv, read_launch_env
 from titanlite.dist.process_settings import TUNABLES, kernel_order
 from titanlite.metrics.timeouts import patience, set_timeouts
@@ -80,6 +82,7 @@ def test_a_gpu_tries_its_fastest_kernel_of_attention_first_unless_one_is_chosen(
     def order() -> list[str]:
         return [kernel.name for kernel in _cur_sdpa_kernel_backends(with_priority=True)]
 
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     before = order()
     with kernel_order("cpu", chosen):
@@ -151,10 +154,6 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], N
             "LOCAL_RANK is '1', expected a whole number from 0 to 0",
         ),
         (
-            _TWO | {"RANK": "1", "LOCAL_WORLD_SIZE": "1"},
-            "LOCAL_RANK is not set, but LOCAL_WORLD_SIZE is",
-        ),
-        (
             _TWO | {"MASTER_PORT": "99999"},
             "MASTER_PORT is '99999', expected a whole number from 1 to 65535",
         ),
@@ -174,17 +173,9 @@ def test_environments_of_launchers_are_read(environment: Callable[[dict[str, str
     for variables, expected in [
         ({}, LaunchEnv(0, 1, 0, 1, None)),
         (
-            {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "0"},
-            LaunchEnv(0, 1, 0, 1, None),
-        ),
-        (
             _TWO | {"WORLD_SIZE": "16", "RANK": "9", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"},
             LaunchEnv(9, 16, 1, 8, address),
         ),
-        (
-            _TWO | {"RANK": "1", "LOCAL_RANK": "0"},
-            LaunchEnv(1, 2, 0, 1, address),
-        ),  # two nodes with a rank each
     ]:
         environment(variables)
         assert read_launch_env() == expected
@@ -306,3 +297,47 @@ def test_a_rank_that_raises_in_build_does_not_leave_the_others_waiting(tmp_path:
     assert "ValueError: only on this rank" in said[1]
     assert ranks[0].returncode
     assert "Connection closed by peer" in said[0]
+
+
+SIZE = "TORCH_FR_BUFFER_SIZE"
+ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
+PREFIX = "TORCH_FR_DUMP_TEMP_FILE"
+OLD_SIZE = "TORCH_NCCL_TRACE_BUFFER_SIZE"
+OLD_PREFIX = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+NAMES = [SIZE, OLD_SIZE, ON_TIMEOUT, PREFIX, OLD_PREFIX]
+#: The user's own, under the older names, which torch passes over when the newer ones are there.
+OWN = {OLD_SIZE: "3", ON_TIMEOUT: "0", OLD_PREFIX: "/elsewhere/rank_"}
+
+
+@pytest.mark.parametrize(
+    ("own", "size", "expected"),
+    [
+        ({}, 7, {SIZE: "7", ON_TIMEOUT: "1", PREFIX: "FOLDER/rank_"}),
+        ({}, 0, {SIZE: "0"}),  # without it torch keeps 2,000
+        (OWN, 7, OWN),
+    ],
+    ids=["nccl", "off", "the user's"],
+)
+def test_torch_gets_its_settings_unless_the_user_set_them(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    own: Any,
+    size: int,
+    expected: dict[str, str],
+) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    with recording(f"{tmp_path}/traces", size):
+        seen = {
+            name: os.environ[name].replace(f"{tmp_path}/traces", "FOLDER")
+            for name in NAMES
+            if name in os.environ
+        }
+        assert seen == expected
+        # NCCL's watchdog opens the file, and makes no folder.
+        assert (tmp_path / "traces").is_dir() is (size > 0)
+    assert {name: os.environ[name] for name in NAMES if name in os.environ} == own, (
+        "a later run is not affected"
+    )

@@ -6,15 +6,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.profiler import profile
 
-from tests.support.block_trace import trace_block
+from tests.support.checkpoints import assert_equal
 from tests.support.float8_runs import (
     CONVERTED,
     EMULATED,
@@ -30,28 +29,23 @@ from tests.support.float8_runs import (
     watch_step,
 )
 from tests.support.harness import (
-    TINY,
     Run,
     build_tiny,
-    full,
-    initial_weights,
     micro_batches,
     stepper,
     train,
+    weights_of,
 )
 from tests.support.pool import Pools
 from titanlite.checkpoint.state_dict import gather
-from titanlite.config.sections import ActivationCheckpoint, Compile, Config, Float8, Training
+from titanlite.config.sections import Float8, Training
 from titanlite.dist.dist_env import DistEnv
 from titanlite.features.float8.choice import too_small
 from titanlite.features.float8.gathered import ScalePrecompute
 from titanlite.features.float8.package import float8_linears
 from titanlite.models import get_spec
-from titanlite.models.linears import linears_of
 from titanlite.models.spec import Size
-from titanlite.parallel.feature_linear import FeatureLinear, weights_replaced
-from titanlite.parallel.parallelize import ModelBuilder
-from titanlite.run.features import features_of
+from titanlite.parallel.feature_linear import weights_replaced
 
 SPEC = get_spec("llama3")
 NEVER = Training(reshard_after_forward="never")
@@ -85,13 +79,33 @@ BF16 = ("bfloat16", "bfloat16")
             recipe("rowwise_with_gw_hp"),
             {FORWARD: LINEARS, ("grad_output e4m3fn", FORWARD[1]): LINEARS, BF16: LINEARS + 3},
         ),
+        (MX, {("MXTensor", "MXTensor"): 3 * LINEARS}),
     ],
-    ids=["off", *RECIPES],
+    ids=["off", *RECIPES, "mxfp8"],
 )
 def test_products_have_the_types_of_their_recipe(
     pool: Pools, float8: Float8, products: dict[tuple[str, ...], int]
 ) -> None:
     assert pool(1).run(watch_step, replace(RUN, float8=float8))[0].products == {BF16: 3, **products}
+
+
+@pytest.mark.slow
+def test_initial_weights_and_those_of_a_checkpoint_are_those_without_float8(pool: Pools) -> None:
+    weights, plain = pool(2).run(_weights, RUN)[0]
+    for float8 in (GATHERED, MX):
+        found, saved = pool(2).run(_weights, replace(RUN, float8=float8))[0]
+        assert_equal(found, weights)
+        assert saved == plain
+
+
+def _weights(world: DistEnv, run: Run) -> tuple[dict[str, Tensor], dict[str, tuple[str, ...]]]:
+    """Initial weights, and the types, inside and out, and dtypes that a checkpoint gets."""
+    model, optimizer, _ = build_tiny(world, run)
+    types = {}
+    for name, tensor in gather(model, optimizer).items():
+        inside = type(getattr(tensor, "_local_tensor", tensor)).__name__
+        types[name] = type(tensor).__name__, inside, str(tensor.dtype)
+    return weights_of(model), types
 
 
 def _kernels(world: DistEnv, run: Run) -> tuple[int, list[float]]:
@@ -174,48 +188,3 @@ def test_precomputed_scales_are_those_found_weight_by_weight(pool: Pools) -> Non
     assert all(ours == single and len(ours) == LINEARS for ours, single in ranks)
     assert ranks[0] == ranks[1]
     assert len(set(ranks[0][0])) == LINEARS
-
-
-def _state(world: DistEnv, run: Run) -> dict[str, tuple[str, str, str, Tensor]]:
-    """A checkpoint's tensors before the first step: types, inside and out, dtypes and values."""
-    model, optimizer, _ = build_tiny(world, run)
-    found = {}
-    for name, tensor in gather(model, optimizer).items():
-        inside = type(getattr(tensor, "_local_tensor", tensor)).__name__
-        found[name] = (type(tensor).__name__, inside, str(tensor.dtype), full(tensor))
-    return found
-
-
-@pytest.mark.slow
-def test_initial_weights_and_checkpoints_are_those_without_float8(pool: Pools) -> None:
-    state, weights = (pool(2).run(function, RUN)[0] for function in (_state, initial_weights))
-    for float8 in (GATHERED, MX):
-        run = replace(RUN, float8=float8)
-        found = pool(2).run(_state, run)[0]
-        assert list(found) == list(state)
-        for name, (*types, value) in state.items():
-            assert found[name][:3] == tuple(types), name
-            assert types[:2] == ["DTensor", "Tensor"] or value.dim() == 0, name
-            assert torch.equal(found[name][3], value)
-        found_weights = pool(2).run(initial_weights, run)[0]
-        assert found_weights.keys() == weights.keys()
-        assert all(torch.equal(found_weights[name], weight) for name, weight in weights.items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("float8", [REAL, MX], ids=["tensorwise", "mxfp8"])
-def test_the_per_op_policy_recognises_float8_products(float8: Float8) -> None:
-    builder = SimpleNamespace(
-        linears=linears_of(SPEC, TINY), run=SimpleNamespace(compile=Compile()), compile_options={}
-    )
-    feature = features_of(Config(float8=float8)).float8
-    assert feature is not None
-    model = SPEC.build_on_meta(TINY)
-    feature.convert(cast(ModelBuilder, builder), model)
-    assert sum(isinstance(module, FeatureLinear) for module in model.modules()) == LINEARS
-    by_op = ActivationCheckpoint(selective_ac_option="op")
-    stats = trace_block(
-        model, SPEC.block_names(TINY), by_op, (4, 32), torch.device("cpu"), torch.bfloat16
-    )
-    assert (stats.forward["matmul"], stats.saved["matmul"], stats.recomputed["matmul"]) == (7, 4, 3)
-    assert 0 < stats.block_bytes < stats.plain_bytes

@@ -11,80 +11,82 @@ from torch import nn
 
 from titanlite.assembly.preflight import check_machine
 from titanlite.config.errors import ConfigError
-from titanlite.config.sections import Float8
+from titanlite.config.sections import Config, Float8
+from titanlite.dist import ParallelismError
 from titanlite.features.float8.choice import Float8Choice, choose_linears, converted_names
 from titanlite.features.mx import package
+from titanlite.features.mx.convert import apply_mx
 from titanlite.models import get_spec, resolve_args
 from titanlite.models.linears import linears_of
 from titanlite.models.spec import Size
 from titanlite.resolve.load import load_config
 from titanlite.run.config import RunConfig
+from titanlite.run.features import features_of
 
 ON = "--float8.enable_float8_linear"
 KINDS = ["attention.wq", "attention.wk", "attention.wv", "attention.wo"]
 KINDS += ["feed_forward.w1", "feed_forward.w2", "feed_forward.w3"]
-LLAMA = get_spec("llama3")
 ARGS = resolve_args("llama3", "8B")
 
 
-def _run(*flags: str) -> RunConfig:
-    return load_config("debug_model.toml", 1, flags)
+def run(*flags: str, ranks: int = 1) -> RunConfig:
+    return load_config("debug_model.toml", ranks, flags)
 
 
-def choices(args: Any = ARGS, tp: int = 1, **settings: Any) -> dict[str, Float8Choice]:
-    float8 = Float8(enable_float8_linear=True, **settings)
-    found = choose_linears(linears_of(LLAMA, args, tp), float8)
+def choices(
+    args: Any = ARGS, tp: int = 1, family: str = "llama3", **settings: Any
+) -> dict[str, Float8Choice]:
+    feature = features_of(Config(float8=Float8(enable_float8_linear=True, **settings))).float8
+    assert feature is not None
+    found = feature.choices(linears_of(get_spec(family), args, tp))
     return {choice.kind: choice for choice in found}
 
 
-@pytest.mark.parametrize("family", ["llama2", "llama3"])
-def test_sizes_are_those_of_the_model(family: str) -> None:
-    """The config knows them without torch."""
-    spec = get_spec(family)
-    for flavor in get_spec(family).flavors:
-        args = resolve_args(family, flavor, {"n_layers": 2}, tokenizer_size=512)
-        model = spec.build_on_meta(args)
-        real = {
-            n: Size(m.in_features, m.out_features)
-            for n, m in model.named_modules()
-            if isinstance(m, nn.Linear)
-        }
-        assert spec.linears(args) == real, flavor
+def reasons(*args: Any, **settings: Any) -> dict[str, str]:
+    return {kind: one.reason for kind, one in choices(*args, **settings).items() if one.reason}
 
 
 def test_all_but_the_head_is_converted() -> None:
     found = choices()
     assert list(found) == [*KINDS, "output"]
-    assert [kind for kind, choice in found.items() if choice.converted] == KINDS
-    assert found["output"].reason == "the head"
+    assert reasons() == {"output": "the head"}
     assert found["attention.wk"].size == Size(4096, 1024)
     assert len(found["attention.wk"].names) == 32
     assert len(converted_names(found.values())) == 7 * 32
 
 
 def test_what_is_filtered_or_small_or_odd_stays_and_says_why() -> None:
-    found = choices(filter_fqns=["wo", "w2"], min_features=2048)
-    assert found["attention.wo"].reason == "filter_fqns: wo"
-    assert found["attention.wk"].reason == "below min_features = 2048"
-    assert found["attention.wq"].converted
+    found = reasons(filter_fqns=["wo", "w2"], min_features=2048)
+    assert found["attention.wo"] == "filter_fqns: wo"
+    assert found["attention.wk"] == "below min_features = 2048"
+    assert "attention.wq" not in found
     one_layer = Float8(enable_float8_linear=True, filter_fqns=["layers.1"])
-    reasons = {(c.kind, c.reason) for c in choose_linears(linears_of(LLAMA, ARGS), one_layer)}
-    assert {("attention.wq", "filter_fqns: layers.1"), ("attention.wq", "")} < reasons
-    odd = choices(args=resolve_args("llama3", "8B", {"ffn_dim": 1000}))
-    assert odd["feed_forward.w1"].reason == "N = 1000 is not a multiple of 16"
-    assert odd["feed_forward.w2"].reason == "K = 1000 is not a multiple of 16"
+    both = choose_linears(linears_of(get_spec("llama3"), ARGS), one_layer)
+    of_wq = {choice.reason for choice in both if choice.kind == "attention.wq"}
+    assert of_wq == {"filter_fqns: layers.1", ""}
 
 
-def test_sizes_count_as_tensor_parallelism_leaves_them() -> None:
-    args = resolve_args("llama3", "8B", {"ffn_dim": 48})
-    whole = choices(args=args)
-    parts = choices(args=args, tp=2)
-    assert whole["feed_forward.w1"].converted
-    assert whole["feed_forward.w2"].converted
-    assert parts["feed_forward.w1"].reason == "N = 24 is not a multiple of 16"
-    assert parts["feed_forward.w2"].reason == "K = 24 is not a multiple of 16"
-    assert parts["attention.wq"].size == Size(4096, 2048)
-    assert parts["attention.wo"].size == Size(2048, 4096)
+@pytest.mark.parametrize(("recipe", "block"), [("tensorwise", 16), ("mxfp8", 32)])
+def test_sizes_count_as_tensor_parallelism_leaves_them(recipe: str, block: int) -> None:
+    args = resolve_args("llama3", "8B", {"ffn_dim": 3 * block})
+    assert reasons(args, recipe_name=recipe) == {"output": "the head"}
+    size = f"{3 * block // 2} is not a multiple of {block}"
+    assert reasons(args, tp=2, recipe_name=recipe) == {
+        "feed_forward.w1": f"N = {size}",
+        "feed_forward.w2": f"K = {size}",
+        "feed_forward.w3": f"N = {size}",
+        "output": "the head",
+    }
+
+
+def test_weights_that_tensor_parallelism_leaves_whole_stay_with_mx() -> None:
+    """Their products sum over tokens of several ranks."""
+    args = resolve_args("deepseek_v3", "16B")
+    alone, parts = (choices(args, ranks, "deepseek_v3", recipe_name="mxfp8") for ranks in (1, 2))
+    kept = {name for name, one in parts.items() if one.reason.startswith("tensor parallelism does")}
+    assert "attention.wkv_a" in kept
+    assert all(alone[name].converted for name in kept)
+    assert parts["attention.wq"].converted and parts["attention.wo"].converted
 
 
 NEW = {"torch": "2.13.0", "torchao": "0.18"}
@@ -119,7 +121,7 @@ def test_machines_without_float8_are_refused_unless_they_emulate_it(
     refused: str,
 ) -> None:
     words = [flag for flag in flags if flag != "no kernels"]
-    runs = [_run(), _run(*words), _run(*words, "--float8.emulate")]
+    runs = [run(), run(*words), run(*words, "--float8.emulate")]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A")
@@ -130,3 +132,49 @@ def test_machines_without_float8_are_refused_unless_they_emulate_it(
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
         check_machine(on)
     check_machine(emulated)
+
+
+def test_a_plan_that_leaves_such_a_weight_whole_is_refused() -> None:
+    model = nn.ModuleDict({"w": nn.Linear(32, 32)})
+    apply_mx(model, ["w"], "mxfp8", emulate=True)
+    with pytest.raises(ParallelismError, match="divided as colwise, gathered, rowwise, and not as"):
+        model["w"].tensor_style("sequence", None, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--float8.enable_fsdp_float8_all_gather"],
+            "excludes float8.enable_fsdp_float8_all_gather = true[^$]*FSDP gathers MX weights in",
+        ),
+        (
+            ["--float8.precompute_float8_dynamic_scale_for_fsdp"],
+            "excludes float8.precompute_float8[^$]*each block of 32 numbers gets its scale",
+        ),
+        (["--float8.filter_fqns=auto_filter_small_kn"], "torchao has no sizes"),
+        (["--training.seq_len=24", "--training.batch_size=1"], "needs a multiple of 32 tokens"),
+        (["--float8.filter_fqns=attention,feed_forward"], "leaves no product in mxfp8: "),
+    ],
+)
+def test_keys_that_make_no_sense_with_it_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(*MX, "--float8.emulate", *flags, ranks=2)
+
+
+def test_products_of_a_gpu_are_bfloat16() -> None:
+    dtype = "--training.mixed_precision_param=float32"
+    with pytest.raises(ConfigError, match='excludes training.mixed_precision_param = "float32"'):
+        run(*MX, dtype)
+    assert run(*MX).float8.is_mx and run(*MX, "--float8.emulate", dtype).float8.emulate
+
+
+def test_an_older_torchao_is_refused_also_where_it_is_emulated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    emulated = run(*MX, "--float8.emulate")
+    other = run("--float8.enable_float8_linear", "--float8.emulate")
+    monkeypatch.setattr("importlib.metadata.version", {"torchao": "0.17.0"}.get)
+    with pytest.raises(ConfigError, match=r"torchao 0\.18 or later; this is torchao 0\.17\.0"):
+        check_machine(emulated)
+    check_machine(other)

@@ -18,6 +18,7 @@ from tests.support.pool import Pools
 from tests.support.watch import GATHER, REDUCE, SUM, Sent, Watch, Wire, collectives
 from titanlite.dist import ParallelismError
 from titanlite.dist.dist_env import DistEnv
+from titanlite.models import get_spec
 from titanlite.optim.guard import FiniteGuard
 from titanlite.parallel.fsdp import apply_fsdp, set_gradient_sync
 from titanlite.parallel.fsdp_groups import groups_by_class
@@ -265,20 +266,15 @@ def test_a_step_refuses_a_model_that_ranks_would_train_apart(pool: Pools) -> Non
         }
 
 
-def _one_rank(world: DistEnv) -> tuple[list[int], list[float], bool]:
-    """Elements of the copies of two passes, the gradient over that of a plain model, and whether
-    new weights count.
+def _one_rank(world: DistEnv) -> tuple[list[int], bool, bool]:
+    """Elements of the copies of two passes, whether they sum the gradients of a plain model, and
+    whether new weights count.
     """
     torch.manual_seed(0)
-    plain = Odd()
-    ours = Odd()
+    plain, ours = Odd(), Odd()
     ours.load_state_dict(plain.state_dict())
-    apply_fsdp(
-        ours,
-        groups_by_class(ours, ["Sequential", "Embedding"]),
-        world.build_mesh(),
-        param_dtype=torch.float32,
-    )
+    groups = groups_by_class(ours, ["Sequential", "Embedding"])
+    apply_fsdp(ours, groups, world.build_mesh(), param_dtype=torch.float32)
     tokens = torch.arange(26).view(2, 13) % 13
     copied: list[int] = []
 
@@ -290,19 +286,15 @@ def _one_rank(world: DistEnv) -> tuple[list[int], list[float], bool]:
         for model in (plain, ours, ours):
             model(tokens).logsumexp(-1).sum().backward()
     pairs = zip(plain.parameters(), ours.parameters(), strict=True)
-    ratios = [(b.grad.to_local() / a.grad).nanmean().item() for a, b in pairs]  # type: ignore[union-attr]
-    ours.load_state_dict(
-        {name: weight * 2 for name, weight in ours.state_dict().items()}, assign=True
-    )
-    plain.load_state_dict({name: weight * 2 for name, weight in plain.state_dict().items()})
-    return copied, ratios, torch.equal(ours(tokens), plain(tokens))
+    sums = all(torch.equal(b.grad.to_local(), 2 * a.grad) for a, b in pairs)  # type: ignore[union-attr,operator]
+    for model, more in ((plain, {}), (ours, {"assign": True})):
+        state = {name: weight * 2 for name, weight in model.state_dict().items()}
+        model.load_state_dict(state, **more)
+    return copied, sums, torch.equal(ours(tokens), plain(tokens))
 
 
 def test_one_rank_computes_with_its_shards_and_copies_nothing(pool: Pools) -> None:
-    ((copied, ratios, renewed),) = pool(1).run(_one_rank)
-    assert copied == []
-    assert ratios == [2.0] * 13
-    assert renewed
+    assert pool(1).run(_one_rank) == [([], True, True)]
 
 
 def _bf16_weights(world: DistEnv) -> bool:
@@ -327,3 +319,38 @@ def _bf16_weights(world: DistEnv) -> bool:
 
 def test_one_rank_sums_gradients_of_bf16_weights_in_float32(pool: Pools) -> None:
     assert pool(1).run(_bf16_weights) == [True]
+
+
+@pytest.mark.parametrize("name", ["DecoderLayer", "SdpaAttention", "ModuleDict", "Llama"])
+def test_a_class_that_makes_no_group_is_refused_with_those_that_do(name: str) -> None:
+    """Also modules without parameters, lists that are never called, and the root itself."""
+    there = "Attention (2), Block (2), Embedding (1), FeedForward (2), Linear (15), RMSNorm (5)"
+    with pytest.raises(ParallelismError) as error:
+        groups_by_class(get_spec("llama3").build_on_meta(TINY), ["Block", name])
+    assert f"of {name};" in str(error.value)
+    assert str(error.value).endswith(there)
+
+
+class Tied(nn.Module):
+    """Embedding and head share a weight; the middle layer runs twice; the first and last are in
+    different lists.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.early = nn.ModuleList([nn.Sequential(nn.Linear(8, 8)) for _ in range(2)])
+        self.late = nn.ModuleList([self.early[1], nn.Sequential(nn.Linear(8, 8))])
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_shared_parameters_stay_in_one_group() -> None:
+    model = Tied()
+    layers = [("early.0",), ("early.1",), ("late.1",)]
+    assert groups_by_class(model, ["Sequential"]) == layers, (
+        "a module that runs twice is one group; tied weights: the root"
+    )
+    assert groups_by_class(model, ["Sequential", "Embedding"]) == layers, (
+        "the embedding's weight is the head's too"
+    )

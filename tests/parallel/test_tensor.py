@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tests.support.compare import LABELS, TOKENS, WARM
 from tests.support.harness import Run, build_tiny, micro_batches, stepper
@@ -19,6 +21,8 @@ from titanlite.dist import ParallelismError
 from titanlite.dist.dist_env import DistEnv
 from titanlite.features.async_tp.memory import check_async
 from titanlite.loss import cross_entropy_sum
+from titanlite.models.norms import WholeNorm
+from titanlite.parallel import needs_torch
 from titanlite.parallel.tensor import tensor_loss
 from titanlite.step import PlainRunner, ReplicationFactors
 from titanlite.validation import validate
@@ -30,38 +34,29 @@ EAGER = Compile(components=["model"], backend="aot_eager")
 BLOCK_GRAPHS = 1 if torch.__version__ >= "2.13" else 2
 
 
-def _places(world: DistEnv, run: Run) -> dict[str, tuple[str, tuple[int, ...]]]:
-    model, _, _ = build_tiny(world, run)
-
-    def letter(placement: Any) -> str:
-        kind = "s" if type(placement).__name__ == "_StridedShard" else "S"
-        return "R" if placement.is_replicate() else f"{kind}{placement.dim}"
-
-    parameters: Any = model.named_parameters()
-    return {
-        name: ("".join(map(letter, p.placements)), tuple(p.to_local().shape))
-        for name, p in parameters
-    }
+def _places(world: DistEnv, run: Run) -> dict[str, tuple[int, ...]]:
+    parameters: Any = build_tiny(world, run)[0].named_parameters()
+    return {name: tuple(parameter.to_local().shape) for name, parameter in parameters}
 
 
 def test_every_weight_is_where_it_should_be(pool: Pools) -> None:
-    """Rows or columns by tensor parallelism, then rows by FSDP: [FSDP, tensor] on 2 x 2 ranks."""
+    """Rows or columns by tensor parallelism, then rows by FSDP, on 2 x 2 ranks."""
     block = {
-        "attention.wq": ("s0S0", (16, 64)),
-        "attention.wk": ("s0S0", (8, 64)),
-        "attention.wv": ("s0S0", (8, 64)),
-        "attention.wo": ("S0S1", (32, 32)),
-        "feed_forward.w1": ("s0S0", (48, 64)),
-        "feed_forward.w3": ("s0S0", (48, 64)),
-        "feed_forward.w2": ("S0S1", (32, 96)),
-        "attention_norm": ("S0R", (32,)),
-        "ffn_norm": ("S0R", (32,)),
+        "attention.wq": (16, 64),
+        "attention.wk": (8, 64),
+        "attention.wv": (8, 64),
+        "attention.wo": (32, 32),
+        "feed_forward.w1": (48, 64),
+        "feed_forward.w3": (48, 64),
+        "feed_forward.w2": (32, 96),
+        "attention_norm": (32,),
+        "ffn_norm": (32,),
     }
-    expected = {
+    expected: dict[str, tuple[int, ...]] = {
         f"layers.{i}.{name}.weight": place for i in range(2) for name, place in block.items()
     }
-    expected |= {"tok_embeddings.weight": ("s0S0", (48, 64)), "output.weight": ("s0S0", (48, 64))}
-    expected |= {"norm.weight": ("S0R", (32,))}
+    expected |= {"tok_embeddings.weight": (48, 64), "output.weight": (48, 64)}
+    expected |= {"norm.weight": (32,)}
     assert pool(4).run(_places, RUN) == [expected] * 4
 
 
@@ -163,3 +158,52 @@ def test_overlap_needs_gpus_of_one_node_that_reach_each_other(
     ]:
         with pytest.raises(ParallelismError, match=message):
             check_async(*arguments)
+
+
+def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0+cu130"))
+    needs_torch("2.11", "nothing")
+    with pytest.raises(ParallelismError) as caught:
+        needs_torch("2.12", "tensor parallelism")
+    expected = "tensor parallelism needs torch 2.12 or later; this is torch 2.11.0+cu130"
+    assert str(caught.value) == expected
+
+
+def divided(world: DistEnv, dtype: torch.dtype) -> dict[str, Any]:
+    """A norm over the heads of two ranks, and the same on one."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from titanlite.parallel.tensor_norm import DividedNorm
+
+    torch.manual_seed(0)
+    whole = WholeNorm(32, eps=1e-6)
+    nn.init.normal_(whole.weight)
+    x = torch.randn(2, 6, 4, 8, dtype=dtype)
+    gradient = torch.randn(2, 6, 4, 8, dtype=dtype)
+    mine = slice(2 * world.rank, 2 * world.rank + 2)
+    part = x[:, :, mine].clone().requires_grad_()
+    x.requires_grad_()
+    expected = whole.to(dtype)(x)
+    expected.backward(gradient)
+    other = WholeNorm(32, eps=1e-6)
+    other.load_state_dict(whole.state_dict())
+    other = other.to(dtype)
+    mesh = init_device_mesh("cpu", (world.size,))
+    parallelize_module(other, mesh, DividedNorm())
+    found = other(part)
+    found.backward(gradient[:, :, mine])
+    assert isinstance(other.weight.grad, DTensor)
+    assert whole.weight.grad is not None and x.grad is not None
+    return {
+        "output": (found.detach(), expected[:, :, mine].detach()),
+        "of x": (part.grad, x.grad[:, :, mine]),
+        "of weight": (other.weight.grad.full_tensor(), whole.weight.grad),
+    }
+
+
+def test_ranks_that_divide_the_heads_have_one_mean(pool: Pools) -> None:
+    for dtype, within in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
+        for found in pool(2).run(divided, dtype):
+            for name, (ours, expected) in found.items():
+                torch.testing.assert_close(ours, expected, rtol=within, atol=within, msg=name)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.support.allocated import peak_bytes
+import torch
+from torch.profiler import ProfilerActivity
+
 from tests.support.tiny import KEPT_TOKENS
 from titanlite.assembly.build import build
 from titanlite.cli.plan.memory_tracker import MemoryMeter
@@ -136,7 +138,7 @@ def measure(world: DistEnv, case: str) -> RankMemory:
 
     Every rank calls it.
     """
-    with second_step(world, case) as (run, parts, batches):
+    with second_step(world, config_of(case)[1]) as (run, parts, batches):
         return measure_step(world, run, parts, batches)
 
 
@@ -153,25 +155,42 @@ def measure_step(world: DistEnv, run: RunConfig, parts: Any, batches: list[Batch
     return RankMemory(world.rank, meter.moments())
 
 
+def peak_bytes(work: Callable[[], object]) -> int:
+    """Run `work`, and return the most bytes that torch's allocator of the CPU handed out at one
+    moment beyond those from before, as its profiler records each call.
+    """
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile:
+        work()
+    results = profile.profiler.kineto_results  # type: ignore[union-attr]
+    records = [event for event in results.events() if event.name() == "[memory]"]
+    held = most = 0
+    for record in sorted(records, key=lambda event: event.start_ns()):
+        held += record.nbytes()
+        most = max(most, held)
+    return most
+
+
 def allocated(world: DistEnv, case: str) -> int:
     """Return the most bytes that the allocator hands out in a step beyond those from before it.
 
     The least of three equal steps: a thread of gloo may free a tensor, and the profiler does not
     see that. So a step may seem to need more than it does, never less.
     """
-    with second_step(world, case) as (_, parts, batches):
+    with second_step(world, config_of(case)[1]) as (_, parts, batches):
         takes = [functools.partial(parts.train_step, batches, step, 1e-3) for step in (2, 3, 4)]
         return min(map(peak_bytes, takes))
 
 
 @contextlib.contextmanager
-def second_step(world: DistEnv, case: str) -> Iterator[tuple[RunConfig, Any, list[Batch]]]:
+def second_step(
+    world: DistEnv, flags: list[str], config: str = "debug_model.toml"
+) -> Iterator[tuple[RunConfig, Any, list[Batch]]]:
     """Train one step of a run, and give the run, its components and the batches of the next
     step.
     """
     with tempfile.TemporaryDirectory() as folder:
         own = f"--job.dump_folder={world.broadcast(folder)}"
-        run = load_config("debug_model.toml", world.size, [*config_of(case)[1], own])
+        run = load_config(config, world.size, [*flags, own])
         parts = build(run, world)
         try:
             parts.train_step(to_device(parts.loader.next_step(), world.device), 1, 1e-3)

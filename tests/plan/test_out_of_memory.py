@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -87,13 +86,11 @@ def test_one_worker_of_a_machine_is_the_first_with_its_code(
     assert report_code(OUT_OF_MEMORY) and report_code(OUT_OF_MEMORY), "nobody knows"
 
 
-def test_the_row_of_the_start_report_is_quick_and_stops_nothing(
+def test_the_row_of_the_start_report_stops_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = planned("llama3_1_8b.toml", 8)
-    began = time.process_time()
     ((name, text),) = start_rows(run, int(79.1 * GIB))
-    assert time.process_time() - began < 1.0, "some 30 ms on a quiet machine"
     peak = estimate(run).peak
     needed = needed_bytes(estimate(run))
     both = f"{peak.total / GIB:.1f} GiB of tensors, {needed / GIB:.1f} with overhead"

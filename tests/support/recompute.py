@@ -35,8 +35,3 @@ def traced(settings: ActivationCheckpoint, dtype: torch.dtype = torch.float32) -
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     model(TOKENS[0]).logsumexp(-1).sum().backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_equal(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert ours.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(ours[name], expected[name])] == []

@@ -10,10 +10,10 @@ from titanlite.utils import logger
 
 
 @contextmanager
-def listening() -> Iterator[list[str]]:
-    """The messages logged within, in their order."""
+def listening(least: int = logging.INFO) -> Iterator[list[str]]:
+    """The messages of at least this level that are logged within, in their order."""
     said: list[str] = []
-    listener = logging.Handler()
+    listener = logging.Handler(least)
     listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     level = logger.level
     logger.addHandler(listener)

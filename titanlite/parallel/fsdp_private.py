@@ -1,7 +1,7 @@
 """The parts of torch's `fully_shard` that are not public, in one place.
 
-`tests/parallel/test_fsdp_private.py` names each private name that titanlite uses, so that a torch
-which lacks one fails there.
+`tests/parallel/test_fsdp.py` holds what they do on one rank and in prefetching, so that a torch
+which lacks a name fails there.
 """
 
 from __future__ import annotations
