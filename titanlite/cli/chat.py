@@ -17,9 +17,9 @@ Messages = list[dict[str, str]]
 
 
 def hold_dialogue(loaded: LoadedModel, max_tokens: int, sampling: Sampling) -> None:
-    """Answer each line of standard input until it ends, with what was said before as context.
+    """Answer each line of standard input, with what was said before as context.
 
-    Ctrl-C ends an answer. Raises DataError for a model without a chat template.
+    Raises DataError for a model without a chat template.
     """
     loaded.encode_chat([{"role": "user", "content": "?"}], "the dialogue")
     mark = ""
@@ -53,9 +53,9 @@ def hold_dialogue(loaded: LoadedModel, max_tokens: int, sampling: Sampling) -> N
 
 
 def _encode_newest(loaded: LoadedModel, messages: Messages, max_tokens: int) -> list[int]:
-    """Return the ids of the dialogue; drop its oldest turns where they leave no room to answer.
+    """Return the ids of the dialogue; drop the oldest turns that leave no room to answer.
 
-    Raises DataError if the last message alone is longer than the context.
+    Raises DataError for a last message over the context.
     """
     room = min(max_tokens, loaded.limit // 2)
     for first in range(0, len(messages), 2):

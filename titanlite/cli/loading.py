@@ -60,9 +60,7 @@ class LoadedModel:
     summary: str
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], where: str) -> list[int]:
-        """Return the ids up to the assistant's next message. Raises DataError without a template,
-        or if that refuses them.
-        """
+        """Return the ids up to the assistant's next message. Raises DataError."""
         from titanlite.data.chat import encode_chat, load_template
 
         template = load_template(self.chat_template, self.tokenizer, day=self.template_date)
@@ -72,7 +70,7 @@ class LoadedModel:
     def write(
         self, prompt: Sequence[int], max_tokens: int, sampling: Sampling, number: int
     ) -> Iterator[tuple[list[int], str]]:
-        """Yield all new ids and their text after each token; number: of the prompt."""
+        """Yield all new ids and their text after each token."""
         from titanlite.models.generate import generate_ids, text_after
 
         ids: list[int] = []

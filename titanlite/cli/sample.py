@@ -102,24 +102,20 @@ def generate(  # noqa: PLR0913
     ema: bool = False,
     trust_code: bool = False,
 ) -> str:
-    """Return the text with which a model continues a prompt; the same as of `titanlite sample`.
+    """Return what a model adds to a prompt, as `titanlite sample` writes it.
 
-    checkpoint: a run, its folder of checkpoints (the newest valid one), one step-N, or a Hugging
-    Face folder. It is loaded at each call: the command takes many prompts at once.
+    checkpoint: a run, a folder of checkpoints (the newest valid one), one step-N, or a Hugging Face
+    folder. It is loaded at each call.
     chat: the prompt is a user's message, rendered by the chat template.
-    max_tokens: the most to write.
     temperature: 0 takes always the most probable token.
     top_k: draw from this many of the most probable tokens (0: all).
     top_p: draw from the fewest that sum to it.
-    seed: the same one gives the same text.
     device: "cpu", "cuda" or "cuda:1"; by default a GPU if there is one.
     dtype: "float32", "bfloat16" or "float16"; by default bfloat16 on a GPU, else float32.
-    tokenizer: file or folder; by default that of the run, or in the folder.
-    ema: take the average of the weights.
     trust_code: import the model that a checkpoint names (SECURITY.md).
 
-    Raises CheckpointError, ConfigError for the device or untrusted code, and DataError for the
-    tokenizer, the prompt or a number out of its range.
+    Raises CheckpointError, ConfigError (device, untrusted code) and DataError (tokenizer, prompt, a
+    number out of its range).
     """
     from titanlite.models.generate import Sampling
 
@@ -145,10 +141,7 @@ def _check(max_tokens: int, temperature: float, top_k: int, top_p: float, seed: 
 def _continued(
     loaded: LoadedModel, prompts: Sequence[str], chat: bool, max_tokens: int, sampling: Sampling
 ) -> list[dict[str, Any]]:
-    """Return text, ids, prompt_tokens and finish of each prompt.
-
-    Raises DataError for a prompt over the context, or that the template refuses.
-    """
+    """Return text, ids, prompt_tokens and finish of each prompt. Raises DataError."""
     encoded = []
     for number, prompt in enumerate(prompts, 1):
         if chat:

@@ -67,8 +67,8 @@ def generate_ids(  # noqa: PLR0913
     The last is one of `stop_ids`, or the text has `limit` tokens with its prompt.
 
     model: in evaluation mode. prompt: at least one id and fewer than limit. head: the linear for
-    logits, for the last token alone. vocab: ids to draw from, where the vocabulary is padded.
-    number: of the text, which draws from its own generator, seeded by the seed and it.
+    logits. vocab: ids to draw from, where the vocabulary is padded. number: seeds the
+    draws, too.
     """
     ids = [*prompt]
     device = next(model.parameters()).device
