@@ -155,7 +155,7 @@ def test_a_package_that_cannot_be_imported_harms_what_names_it_alone(tmp_path: P
     (tmp_path / "broken-1.dist-info" / "entry_points.txt").write_text(points)
     listed = run(tmp_path, "--help")
     assert listed.returncode == 0
-    assert re.search(r"^  thin +of the package broken", listed.stdout, re.M)
+    assert re.search(r"^ +thin +of the package broken", listed.stdout, re.M)
     for flag, message in (
         ("--thin.freq=1", "[thin]: broken:Thin cannot be imported: ModuleNotFoundError"),
         ("--metrics.trackers=thin", "needs broken.a, which cannot be imported: ModuleNotFound"),

@@ -39,6 +39,51 @@ def test_the_exit_code_says_whether_it_fits(plan: Any) -> None:
     assert "does not fit" in out.splitlines()[0]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("llama3_2_1b.toml --instance g5.8xlarge --nodes 2", "--training.loss_chunks=8"),
+        (
+            "llama3_1_8b.toml --instance g6e.12xlarge",
+            "--training.loss_chunks=8 --activation_checkpoint.mode=full",
+        ),
+        (
+            "llama3_8b.toml --gpus 8 --gpu h100-80g --training.batch_size=4 "
+            "--training.global_batch_size=-1",
+            "--training.batch_size=1 --training.global_batch_size=32",
+        ),
+        (
+            "llama3_1_8b.toml --instance g5.12xlarge",
+            "--training.enable_cpu_offload=True --activation_checkpoint.mode=full",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_fit_ends_with_the_cheapest_flags_that_do(
+    plan: Any, words: str, said: str
+) -> None:
+    code, out, _ = plan(*words.split())
+    assert code == exit_codes.OUT_OF_MEMORY
+    flags, _, figures = out.splitlines()[-1].removeprefix("it fits with ").partition(": ")
+    assert flags == said
+    code, out, _ = plan(*words.split(), *flags.split(), "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert figures.startswith(f"{found['needed_gib']:.1f} of ")
+    # None is needless.
+    for flag in flags.split():
+        if "global_batch" not in flag:
+            fewer = [one for one in flags.split() if one != flag]
+            assert plan(*words.split(), *fewer)[0] == exit_codes.OUT_OF_MEMORY
+
+
+def test_where_no_setting_is_enough_a_plan_asks_for_gpus(plan: Any) -> None:
+    code, out, _ = plan("llama3_1_405b.toml", "--instance", "g5.xlarge")
+    assert code == exit_codes.OUT_OF_MEMORY
+    assert out.splitlines()[-1] == (
+        "no setting makes it fit: take more GPUs, or GPUs with more memory"
+    )
+
+
 def test_the_report_names_parts_and_time(plan: Any) -> None:
     words = ["llama3_8b.toml", "--instance", "p5.48xlarge", "--nodes", "2"]
     _, out, _ = plan(*words)

@@ -68,7 +68,7 @@ def test_the_tokens_are_those_of_training_on_text(tmp_path: Path, command: Comma
     assert f"{size / files.size:.2f} bytes per token" in out
 
 
-@pytest.mark.slow
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
 def test_a_large_file_is_shared_by_any_number_of_processes(
     tmp_path: Path, command: Command, kind: str

@@ -98,7 +98,8 @@ def test_world_size_comes_from_the_flag_or_what_fits(capsys):
     assert "3 (the fewest that fit" in run(capsys, *flags)[1]
     assert "3 (--world-size)" in run(capsys, *flags, "--world-size", "3")[1]
     assert run(capsys, *flags, "--world-size", "6")[0] == 2
-    assert run(capsys, *flags, "--world-size", "0")[0] == 2
+    with pytest.raises(SystemExit):
+        main([*flags, "--world-size", "0"])
 
 
 @pytest.mark.parametrize(

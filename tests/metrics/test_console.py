@@ -12,7 +12,7 @@ import pytest
 from tests.support.processes import python
 from titanlite.cli import main as cli
 from titanlite.metrics.console import setup_console
-from titanlite.metrics.step_line import aws_fsdp_line, titan_line
+from titanlite.metrics.step_line import aws_fsdp_line, aws_fsdp_step, titan_line
 from titanlite.runs.logs import rank_log
 from titanlite.runs.text_tables import Table, render
 from titanlite.utils import logger
@@ -54,7 +54,7 @@ def test_step_lines_are_those_that_other_tools_read() -> None:
         titan_line(first) == f"{short}  grad_norm: 1.2346  lr: 3.00e-04  tokens: 12.3M  data: 12%"
     )
     figures = {**FIGURES, "step": 90, "loss": 7.24291, "lr": 1e-5}
-    assert aws_fsdp_line(figures, datetime(2025, 6, 20, 14, 17, 10)) == (
+    assert aws_fsdp_line(103, aws_fsdp_step(figures), datetime(2025, 6, 20, 14, 17, 10)) == (
         "2025-06-20 14:17:10 I [train.py:103] Batch 90 Loss: 7.24291, Speed: 9.41 samples/sec, "
         "lr: 0.000010"
     )

@@ -1,5 +1,5 @@
 """Texts that the plan makes: comments of train_configs/ on hardware, examples of README.md,
-and docs/plan.md.
+docs/plan.md and docs/from-aws-fsdp.md.
 
 `python tests/plan/test_generated.py --write` makes them again.
 """
@@ -26,6 +26,7 @@ FOLDER = Path(__file__).parents[2] / "train_configs"
 PAGES = {
     FOLDER.parent / "docs" / "plan.md": 1,
     FOLDER.parent / "README.md": 1,
+    FOLDER.parent / "docs" / "from-aws-fsdp.md": 1,
 }
 #: File → the hardware that it names. hf_debug.toml has no formulas.
 HARDWARE = {

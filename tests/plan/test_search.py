@@ -1,4 +1,4 @@
-"""`titanlite plan --search`, and the platforms that are said to train a model."""
+"""`titanlite plan --search`, and the larger models that sharding and offload make room for."""
 
 from __future__ import annotations
 
@@ -143,12 +143,6 @@ def test_the_command_prints_the_best_settings(
     assert main(argv) == exit_codes.DONE
     assert capsys.readouterr().out == search_text(result, Style(False)) + "\n"
     assert main([*argv, "--json"]) == exit_codes.CONFIG
-
-
-def test_the_platforms_said_to_train_a_model_fit_it() -> None:
-    for config, gpus, gpu in plan_tables.PLATFORMS:
-        plan = plan_tables.plan(config, gpus, gpu, plan_tables.SETTINGS)
-        assert plan.fits, f"{config} on {gpus} x {gpu}: {plan.needed / GIB:.1f} GiB"
 
 
 def test_sharding_recomputation_and_offload_make_room_for_larger_models() -> None:

@@ -87,9 +87,9 @@ def test_a_config_of_the_wheel_is_found_by_its_name(installed: Path) -> None:
 
 
 def test_the_wheel_writes_jobs(installed: Path) -> None:
-    words = ["llama3_8b.toml", "--dry-run", "--launch.instance_type", "p5.48xlarge"]
+    words = ["platforms/llama3_1_8b_g6e.toml", "--dry-run"]
     done = from_wheel(installed, "launch", "slurm", *words)
-    assert done.returncode == 0 and "#SBATCH --gpus-per-node=8" in done.stdout, done.stderr
+    assert done.returncode == 0 and "#SBATCH --gpus-per-node=4" in done.stdout, done.stderr
     assert (installed / "titanlite" / "deploy" / "Dockerfile").is_file()
 
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from titanlite.config.aliases import known_names
 from titanlite.config.errors import bad_flag, nearest
+from titanlite.config.unsupported_keys import NAMES
 
 Commands = Any  # argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -108,7 +109,7 @@ GONE = {
     "verify-resume": "`titanlite checkpoint diff` compares two checkpoints tensor by tensor",
     "config diff": "`diff` compares what `titanlite config show` prints of each file",
     "config explain --changed": "`titanlite config show --changed` prints them",
-    "config show --aws-fsdp": "docs/config.md has the key of each argument",
+    "config show --aws-fsdp": "docs/from-aws-fsdp.md has the key of each argument",
     "data peek --rank": "--first N has the number of a sequence, as in guard.jsonl",
     "data peek --step": "--first N has the number of a sequence, as in guard.jsonl",
     "data prepare --record": "docs/data.md has commands that write other records as these",
@@ -241,6 +242,8 @@ class Parser(argparse.ArgumentParser):
             return f"{option} is gone: {instead}"
         name = option.lstrip("-").replace("-", "_")
         keys = sorted(key for key in known_names() if key.rpartition(".")[2] == name)
+        if not keys and name in NAMES["other_trainers"]:
+            keys = NAMES["other_trainers"][name].split(" and ")
         if self.takes_keys and keys:
             shown = " or ".join(f"--{key}" for key in keys[:_KEYS_SHOWN])
             return (

@@ -5,6 +5,8 @@ A command's module is imported only when that command runs, or for the list of a
 
 from __future__ import annotations
 
+import re
+
 from titanlite import doors
 from titanlite.cli.argument_parser import Parser
 
@@ -42,15 +44,10 @@ def make_parser(command: str | None = None) -> Parser:
     for place in (*COMMANDS.values(), *doors.OURS["commands"].values()):
         if not doors.lack(place):
             doors.load(place)(commands)
-    # argparse has one list of commands; its help can show the end of it under a title of its own.
-    listed = commands._choices_actions
     for name, place in doors.of_packages("commands").items():
         if name not in COMMANDS:
-            package = place.partition(":")[0].partition(".")[0]
-            listed.append(commands._ChoicesPseudoAction(name, (), f"of the package {package}"))
-    beside = parser.add_argument_group("commands beside the core")
-    beside._group_actions += listed[len(COMMANDS) :]
-    del listed[len(COMMANDS) :]
+            help = f"of the package {re.split('[.:]', place)[0]}"
+            commands._choices_actions.append(commands._ChoicesPseudoAction(name, (), help))
     return parser
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 
+from titanlite.cli import at_least
 from titanlite.cli.argument_parser import (
     FILES,
     FLAGS,
@@ -45,7 +46,7 @@ def add_commands(commands: Commands) -> None:
     ).add
     add("files", FILES, "FILE", nargs="*")
     ranks = "ranks to check for (default: the fewest that fit)"
-    add("--world-size", ranks, "N", type=int)
+    add("--world-size", ranks, "N", type=at_least(1))
     add("--strict", "refuse files that are missing here, as training does (default: list them)")
     add("--all", "show every note (default: the five gravest)")
     add = add_to_group(
@@ -84,8 +85,6 @@ _NOTES_SHOWN = 5
 def _check(arguments: argparse.Namespace) -> str:
     argv = [*files_of(arguments), *arguments.flags]
     ranks = arguments.world_size
-    if ranks is not None and ranks < 1:
-        raise bad_flag("--world-size", f"expected an integer >= 1, got {ranks}")
     config, run = check_config(argv, ranks, training=arguments.strict)
     from titanlite.assembly.early_text_check import first_look
 
@@ -185,8 +184,7 @@ def _explain_one(config: LoadedConfig, name: str, style: Style) -> str:
         accepted = " or ".join(map(quote, off.off))
         if off.switch:
             accepted = f"{accepted}; any value while {off.switch} leaves it off"
-        text = f"{head}\n  accepted  {accepted}\n  otherwise refused: {off.reason}"
-        return style.wrap(text)
+        return style.wrap(f"{head}\n  accepted  {accepted}\n  otherwise refused: {off.reason}")
     name = table_of(name) or name
     if key_of(name) not in keys():
         from titanlite.config.unknown_keys import unknown
@@ -261,6 +259,5 @@ def _source(config: LoadedConfig, key: Key) -> str:
     if entries:
         return ", ".join(entries)
     source = config.source(key.name)
-    if source.written in ("", key.name):
-        return unbroken(str(source))
-    return f"{unbroken(str(source))}, as {source.written}"
+    shown = unbroken(str(source))
+    return shown if source.written in ("", key.name) else f"{shown}, as {source.written}"

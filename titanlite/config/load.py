@@ -118,7 +118,7 @@ def load_file(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Lo
 
 
 def config_folders() -> list[Path]:
-    """Return where bare names of configs are looked up, after the working directory."""
+    """Return where configs are looked up, after the working directory."""
     return [Path("train_configs"), Path(__file__).resolve().parents[1] / "train_configs"]
 
 
@@ -132,11 +132,10 @@ def find_config(path: str) -> Path | None:
 
 
 def in_config_folders(name: str) -> Path | None:
-    """Return the file of a bare name in a folder of configs, or None."""
-    if os.path.basename(name) == name:
-        for folder in config_folders():
-            if os.path.isfile(folder / name):
-                return folder / name
+    """Return the file of a name in a folder of configs, or None."""
+    for folder in config_folders():
+        if os.path.isfile(folder / name):
+            return folder / name
     return None
 
 
@@ -279,11 +278,10 @@ class Layers:
             dialect.settle_microbatches(self)
             dialect.settle_unsupported(self)
         if self.sweep is not None:
-            place = self.sweep.source.place
             self.note(
                 Weight.REST,
-                f"{place}: [sweep] is for `titanlite sweep`; this run has the values of the files "
-                "and of the command line",
+                f"{self.sweep.source.place}: [sweep] is for `titanlite sweep`; this run has the "
+                "values of the files and of the command line",
             )
         return self._loaded()
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
 from titanlite.config.run_sections import Job, Metrics
 from titanlite.dist.dist_env import DistEnv
-from titanlite.metrics.step_line import SLOW_DATA, aws_fsdp_line, titan_line
+from titanlite.metrics.step_line import SLOW_DATA, aws_fsdp_line, aws_fsdp_step, titan_line
 from titanlite.metrics.throughput import Reading, Throughput, read_memory, reset_peak
 from titanlite.runs.jsonl import FILE, MetricsLog
 from titanlite.step import StepResult
@@ -107,6 +107,11 @@ class MetricsLogger(Callback):
 
             head = dict(trainer.parts.model.named_modules()).get(trainer.parts.run.spec.head)
             self._ranks = StragglerDetector(self._world.device, head)
+        parts = trainer.parts
+        count = parts.run.spec.count_parameters(parts.args)
+        self._print_aws_fsdp(156, "Creating Model")
+        created = f"Created model with total parameters: {count} ({count * 1e-9:.2f} B)"
+        self._print_aws_fsdp(172, created)
         self._begin(trainer)
 
     def on_rollback(self, trainer: Trainer) -> None:
@@ -139,6 +144,7 @@ class MetricsLogger(Callback):
         assert trainer.validated is not None
         _, result = trainer.validated
         logger.info(f"validation at {step}: {result.all} in {human_time(seconds)}")
+        self._print_aws_fsdp(116, f"Batch {step} Validation loss: {loss}")
         row = {
             "validation_loss": loss,
             "validation_perplexity": result.all.perplexity,
@@ -232,10 +238,14 @@ class MetricsLogger(Callback):
             shown["seconds_left"] = reading.seconds_left
         if self._metrics.log_style == "titan":
             logger.info(titan_line(shown), extra={"figures": shown})
-        elif self._world.rank == 0:
+        else:
+            self._print_aws_fsdp(103, aws_fsdp_step(shown))
+
+    def _print_aws_fsdp(self, place: int, text: str) -> None:
+        """Print a line of the AWS FSDP samples, bare as its readers expect it."""
+        if self._metrics.log_style == "aws_fsdp" and self._world.rank == 0:
             with contextlib.suppress(OSError):  # a terminal that was closed
-                # Its readers expect the bare line.
-                print(aws_fsdp_line(shown, datetime.now()), flush=True)
+                print(aws_fsdp_line(place, text, datetime.now()), flush=True)
 
     def _warn(self, step: int, waits: float, warning: str) -> None:
         # The first window has the start of the loader.

@@ -47,13 +47,17 @@ def titan_line(f: Figures) -> str:
     return "  ".join(fields)
 
 
-def aws_fsdp_line(f: Figures, now: datetime) -> str:
-    """Return the line of the AWS FSDP samples, which HyperPod's monitors look for, with a time
-    stamp.
-
-    `train.py:103` is what those samples print; parsers of such logs expect a file and a line there.
-    """
+def aws_fsdp_step(f: Figures) -> str:
+    """Return what the AWS FSDP samples say of a step."""
     return (
-        f"{now:%Y-%m-%d %H:%M:%S} I [train.py:103] Batch {f['step']} Loss: {f['loss']:.5f}, "
+        f"Batch {f['step']} Loss: {f['loss']:.5f}, "
         f"Speed: {f['samples_per_second']:.2f} samples/sec, lr: {f['lr']:.6f}"
     )
+
+
+def aws_fsdp_line(place: int, text: str, now: datetime) -> str:
+    """Return a line of the AWS FSDP samples, which HyperPod's monitors look for.
+
+    place: the line of their train.py that prints it; parsers of such logs expect one.
+    """
+    return f"{now:%Y-%m-%d %H:%M:%S} I [train.py:{place}] {text}"

@@ -35,7 +35,7 @@ _TP = "training.tensor_parallel_degree"
 def load_config(path: str, world_size: int, flags: Sequence[str] = ()) -> RunConfig:
     """Load a TOML file for a run on `world_size` ranks, with flags as on a command line.
 
-    A bare name is also looked up in train_configs/. Raises ConfigError as `check_config` does.
+    A name is also looked up in train_configs/. Raises ConfigError as `check_config` does.
     """
     return check_config([f"--job.config_file={path}", *flags], world_size)[1]
 

@@ -74,6 +74,11 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         plan = make_plan(run, cluster, arguments.rank, trace)
         fits = plan.fits
         text = plan_text(plan, arguments.style)
+        if not fits and not trace:
+            from titanlite.cli.plan.search import cheapest_fit
+            from titanlite.cli.plan.search_text import fit_text
+
+            text += f"\n\n{fit_text(cheapest_fit(config, run, cluster), cluster)}"
         if arguments.json:
             text = json.dumps(plan.as_json(), indent=2, allow_nan=False)
     return text, exit_codes.DONE if fits else exit_codes.OUT_OF_MEMORY

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -20,6 +21,7 @@ from msgspec.structs import replace as replace_fields
 
 from titanlite.cli.plan.settings import (
     AC_MODES,
+    CHUNKS,
     COMPILE,
     LOSS_CHUNKS,
     RESHARD,
@@ -27,6 +29,7 @@ from titanlite.cli.plan.settings import (
     Mesh,
     batches,
     meshes,
+    remedies,
 )
 from titanlite.config.errors import ConfigError
 from titanlite.config.keys import keys
@@ -43,8 +46,6 @@ from titanlite.run.config import RunConfig
 MARGIN = 0.05
 #: A gain below this share is none: settings are compared by a model whose own error is larger.
 LEAST_GAIN = 0.02
-#: Pieces of the loss where the whole does not fit.
-CHUNKS = 8
 _rate = attrgetter("rate")
 _order = attrgetter("order")
 
@@ -134,6 +135,30 @@ def search(config: LoadedConfig, run: RunConfig, cluster: Cluster, top: int = 5)
     return SearchResult(cluster, base, tuple(ranked[:top]))
 
 
+def cheapest_fit(config: LoadedConfig, run: RunConfig, cluster: Cluster) -> Candidate | None:
+    """Return the settings that make a run fit at the least loss of speed; None: none do."""
+    work = _Search(config, run, cluster)
+    best = work.weighed(Candidate({}, work.run, work.speed(work.run)))
+    chosen: list[Changes] = []
+    for remedy in remedies(work.run):
+        candidate = work.with_all([*chosen, remedy])
+        if candidate and candidate.needed < best.needed:
+            chosen.append(remedy)
+            best = candidate
+        if best.fits(cluster):
+            break
+    else:
+        return None
+    # A later one may have made it needless.
+    for remedy in reversed(chosen[:-1]):
+        fewer = [one for one in chosen if one is not remedy]
+        candidate = work.with_all(fewer)
+        if candidate and candidate.fits(cluster):
+            chosen = fewer
+            best = candidate
+    return best
+
+
 class _Search:
     def __init__(self, config: LoadedConfig, run: RunConfig, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -159,6 +184,11 @@ class _Search:
                 run = resolve(self.config.changed(given), self.cluster.gpus)[1]
                 self._found[name] = Candidate(given, run, self.speed(run))
         return self._found[name]
+
+    def with_all(self, changes: Sequence[Changes]) -> Candidate | None:
+        """Return the candidate with changes, later ones over earlier ones; None: not valid."""
+        candidate = self.candidate(dict(ChainMap(*reversed(changes))))
+        return candidate and self.weighed(candidate)
 
     def in_chunks(self, candidate: Candidate) -> Candidate:
         """Return the candidate itself where chunks of the loss are not valid."""

@@ -7,6 +7,7 @@ import itertools
 from titanlite.cli.plan.search import LEAST_GAIN, Candidate, SearchResult
 from titanlite.cli.plan.settings import SHOWN
 from titanlite.config.toml import quote
+from titanlite.plan.hardware import Cluster
 from titanlite.plan.parts import GIB
 from titanlite.runs.text_tables import Style, Table, render
 
@@ -25,6 +26,15 @@ def overlay(result: SearchResult, candidate: Candidate) -> str:
         for name in names:
             text += f"{name.split('.')[1]} = {quote(candidate.changes[name])}\n"
     return text
+
+
+def fit_text(found: Candidate | None, cluster: Cluster) -> str:
+    """Return the settings that make a run fit, as flags."""
+    if found is None:
+        return "no setting makes it fit: take more GPUs, or GPUs with more memory"
+    flags = " ".join(f"--{key}={value}" for key, value in found.changes.items())
+    memory = f"{found.needed / GIB:.1f} of {cluster.gpu.memory / GIB:.1f} GiB"
+    return f"it fits with {flags}: {memory}, {found.rate:,.0f} tokens/s per GPU"
 
 
 def search_text(result: SearchResult, style: Style) -> str:

@@ -38,6 +38,11 @@ COMPILE = "training.compile"
 MODE = "activation_checkpoint.mode"
 OPTION = "activation_checkpoint.selective_ac_option"
 
+OFFLOAD = "activation_checkpoint.offload"
+CPU_OFFLOAD = "training.enable_cpu_offload"
+
+#: Pieces of the loss where the whole does not fit.
+CHUNKS = 8
 #: Keys that the columns of the table do not tell.
 SHOWN = {SCHEDULE, LOSS_CHUNKS, SYNC, RESHARD, COMPILE}
 #: From what recomputes nothing to what keeps least.
@@ -102,6 +107,18 @@ def batches(run: RunConfig, mesh: Mesh) -> Iterator[Changes]:
             continue
         for sync in ("every", "last") if size < share else ("last",):
             yield {BATCH: size, GLOBAL_BATCH: total, SYNC: sync}
+
+
+def remedies(run: RunConfig) -> Iterator[Changes]:
+    """Yield what lowers the memory, the cheapest in speed first; the global batch stays."""
+    yield {LOSS_CHUNKS: CHUNKS}
+    yield {RESHARD: "always"}
+    yield {SYNC: "every"}
+    for size in reversed(_powers(run.training.batch_size - 1)):
+        yield {BATCH: size, GLOBAL_BATCH: run.batch.global_batch_size}
+    yield {MODE: "full"}
+    yield {OFFLOAD: True}
+    yield {CPU_OFFLOAD: True}
 
 
 def _powers(most: int) -> list[int]:

@@ -1,6 +1,6 @@
 """Pipeline parallelism (PP): ranks that hold some of the layers each.
 
-    cut.py      defaults, notes, sizes of a run         checks.py   other keys, ranks, model
+    checks.py   other keys, ranks, model
     split.py    where a model is cut                    stages.py   the stages of a rank as a model
     runner.py   … run by a schedule                     order.py    the order of a rank's work
     plan_memory.py   … as events, for the plan of memory
@@ -14,19 +14,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
+from msgspec.structs import replace as replace_fields
+
 from titanlite.config.errors import Problem
+from titanlite.config.notes import Note, Weight
+from titanlite.config.toml import quote
 from titanlite.dist import ParallelismError
 from titanlite.features.pipeline import checks
-from titanlite.features.pipeline.derived import cut_run
-from titanlite.features.pipeline.stage_layout import StageLayout, split_stages
+from titanlite.features.pipeline.stage_layout import StageLayout, split_stages, stage_count
 from titanlite.parallel import needs_torch, offered
 from titanlite.parallel.schedules import SCHEDULES, find_schedule
+from titanlite.run.config import PipelineSizes
 from titanlite.run.features import Feature, Row
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from titanlite.config.notes import Note
     from titanlite.config.sections import Config
     from titanlite.features.pipeline.runner import Pipeline
     from titanlite.features.pipeline.stages import PipelineModel
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
     from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.plan.rank_sizes import RankSizes
     from titanlite.plan.step_sizes import StepSizes
-    from titanlite.run.config import MeshSizes, PipelineSizes, RunConfig
+    from titanlite.run.config import MeshSizes, RunConfig
 
 
 class PipelineParallel(Feature):
@@ -72,7 +75,38 @@ class PipelineParallel(Feature):
     # Before the ranks start
 
     def cut(self, d: Config, mesh: MeshSizes) -> tuple[Config, PipelineSizes, list[Note]]:
-        return cut_run(d, self.microbatches, mesh)
+        """Return the sections of a run, how it is cut, and what a user should know.
+
+        The sections have the schedule's exact name, the number of pieces, and the default of
+        training.reshard_after_forward. Nothing is checked here.
+        """
+        schedule = find_schedule(self.section.pipeline_parallel_schedule) or "1F1B"
+        points = self.section.pipeline_parallel_split_points
+        experimental = replace_fields(
+            self.section,
+            pipeline_parallel_schedule=schedule,
+            pipeline_parallel_microbatches=self.microbatches,
+        )
+        training = d.training
+        reshard = training.reshard_after_forward
+        if reshard == "default":
+            training = replace_fields(training, reshard_after_forward="never")
+        notes = []
+        if mesh.weight_shards > 1 and reshard == "default":
+            text = (
+                "weights stay gathered for the whole step: each pipeline micro-batch would gather "
+                "them again"
+            )
+            notes.append(Note(Weight.SPEED, text))
+        elif mesh.weight_shards > 1 and reshard != "never":
+            text = (
+                f"training.reshard_after_forward = {quote(reshard)} gathers the weights again for "
+                "each pipeline micro-batch"
+            )
+            notes.append(Note(Weight.SPEED, text, warns=True))
+        sections = replace_fields(d, experimental=experimental, training=training)
+        sizes = PipelineSizes(stage_count(schedule, mesh.pipeline, points), self.microbatches)
+        return sections, sizes, notes
 
     def problems(self, d: Config, run: RunConfig) -> Iterable[Problem]:
         return checks.rank_problems(d, run)
