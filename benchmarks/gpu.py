@@ -1,239 +1,331 @@
-"""What one GPU shows: its tests, the ladder on Llama's published shapes, and the modes of
-activation checkpointing.
+"""What one GPU shows, a row at a time: gradients, ceilings, speed.
 
-    benchmarks/gpu.sh                                  # all pieces, one after the other
-    benchmarks/gpu.sh --list                           # the pieces
-    # some, for nine minutes and the minute an end may take
-    benchmarks/gpu.sh tests ladder-8b --budget 540
+    benchmarks/gpu.sh quick 1     # within 5 minutes: machine, gradients, bf16
+    benchmarks/gpu.sh quick 2     # within 5 minutes: float8, rival, kahan
+    benchmarks/gpu.sh ROW ...     # others by name; --list tells them
 
-Each piece writes FOLDER/NAME.json when it is done and is not run again then, so the same command
-goes on where it was broken off: a ladder with the runs it lacks, the modes with the modes they
-lack. What is done is printed as tables and written to FOLDER/gpu.md, and, if it measured, to
-benchmarks/results/gpu.md and gpu.json (--results names others). Pieces are started anew with
---again, and all when the sources have changed; one that failed is tried again in any case.
+Each row is a process of its own, and is written to FOLDER/rows/ROW.json when it ends. After each,
+all rows so far are written as a page to FOLDER/gpu.md. A measurement goes to
+benchmarks/results/gpu.md and gpu.json too (--results names others). So a cut loses nothing, and a
+run that it cuts off keeps the steps that it made. Rows share the compile cache in FOLDER/inductor.
 
-A piece takes the largest number of blocks of its model that fits: by the bytes of weights,
-gradients and optimizer state, then two fewer as long as a step of any level runs out of memory.
-loss-8b takes 8. A level that does not run is named with its reason, the others stay.
-Exit status: 0 when all that was asked for is done or not built yet, else 1; 128 and the signal's
-number after a signal. Without a GPU it refuses to start. --toy runs every piece on tiny shapes, on
-a CPU too: that shows that the pieces work, and measures nothing (the piece `tests` fails where it
-finds no GPU). --dry-run runs every piece on two blocks of the real shapes for a few steps, by
-CUDA's and Triton's real code, on a machine without a GPU: benchmarks/gpu.sh makes a null GPU for
-it, in .nullgpu or $NULLGPU_DIR (3 GB of packages). It measures and judges nothing.
+Speed is worth nothing where gradients are wrong: rows of a form that failed `gradients` are not
+run. The tests of the GPU are the row `tests`.
+Exit status: 0 when all rows are there, else 1. Without a GPU it refuses to start. --toy takes tiny
+shapes, on a CPU too, and --dry-run two blocks of the real ones on a null GPU, which
+benchmarks/gpu.sh makes in .nullgpu or $NULLGPU_DIR: both show that the rows work, and measure
+nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import shutil
+import os
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_bench import ROOT, Bench, Failed, OutOfTime, Result, write_json
-from benchmarks.gpu_ladder import SETTINGS, climb, kept_layers
-from benchmarks.gpu_page import COMMAND, page, targets
-from benchmarks.gpu_pieces import gradients, machine, modes, probe, tests
-from titanlite.contrib.processes import Stopped, stoppable
+from benchmarks.gpu_gradients import COMPILED, EAGER, FLOAT8, GATHERED, LIMITS  # noqa: E402
+from benchmarks.gpu_targets import TARGETS, shown  # noqa: E402
+from titanlite.contrib import processes  # noqa: E402
+from titanlite.runs.read import read_run  # noqa: E402
+from titanlite.utils import atomic_write  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
+H200 = ROOT / "train_configs" / "llama3_8b_h200.toml"
+RIVAL = ROOT / "benchmarks" / "gpu" / "rival_8b.toml"
+KAHAN = ROOT / "benchmarks" / "gpu" / "llama3_8b_kahan.toml"
+#: AWS's four levels: each adds to the one before, as train_configs/llama3_8b_level*.toml.
+LEVELS = {"default": EAGER, "compile": COMPILED, "float8": FLOAT8, "float8-all-gather": GATHERED}
 
 
-def _ladder(name: str) -> Callable[[Bench], Result]:
-    return lambda bench: climb(bench, name)
+@dataclass(frozen=True)
+class Run:
+    """A row that trains."""
+
+    config: Path
+    level: str
+    steps: int = 12
+    flags: tuple[str, ...] = ()
 
 
-PIECES: dict[str, Callable[[Bench], Result]] = {
-    "machine": machine,
-    "gradients": gradients,
-    "tests": tests,
-    **{name: _ladder(name) for name in SETTINGS},
-    "modes": modes,
+EIGHT_BLOCKS = ("--model.overrides.n_layers=8",)
+RUNS = {
+    "bf16": Run(H200, "compile"),
+    "float8": Run(H200, "float8-all-gather"),
+    # Steps of three seconds.
+    "rival": Run(RIVAL, "compile", 8),
+    "kahan": Run(KAHAN, "compile", 8),
+    "kahan-float8": Run(KAHAN, "float8-all-gather"),
+    # Planned with 137.0 of 139.7 GiB.
+    "eager": Run(H200, "default"),
+    "loss-bf16": Run(H200, "compile", 500, EIGHT_BLOCKS),
+    "loss-float8": Run(H200, "float8-all-gather", 500, EIGHT_BLOCKS),
 }
-
-
-def sources() -> str:
-    """A hash of what is measured and tested; pieces of other sources are run again."""
-    digest = hashlib.sha256()
-    for folder in ("titanlite", "tests", "train_configs", "benchmarks"):
-        for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix in (".py", ".toml", ".sh"):
-                digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:12]
+QUICK = {"1": ("machine", "gradients", "bf16"), "2": ("float8", "rival", "kahan")}
+ROWS = ("machine", "gradients", *RUNS, "tests")
+#: Steps before those whose speed counts.
+WARMUP = 4
+#: Seconds of a quick call, with `GRACE` of them for the end of a row that is cut off. A row is not
+#: begun with less than `LEAST` left.
+QUICK_SECONDS, GRACE, LEAST = 290, 10, 20
+TRAINING = (
+    "--model.tokenizer_path=bundled",
+    "--training.dataset=c4_test",
+    "--lr_scheduler.total_steps=1000",
+    "--metrics.log_freq=1",
+    "--no-metrics.enable_tensorboard",
+    "--no-validation.enable",
+    "--no-checkpoint.enable_checkpoint",
+)
+SHORT = ("--training.steps=6", "--model.overrides.n_layers=2")
+TOY = (
+    *SHORT,
+    *("--training.seq_len=32", "--compile.backend=aot_eager", "--model.vocab_size=4096"),
+    *("--model.overrides.dim=64", "--model.overrides.n_heads=4", "--model.overrides.n_kv_heads=4"),
+)
 
 
 def main() -> int:
-    """Run the pieces that are missing; 0 when all that were asked for are done."""
+    """Make the rows that are asked for; 0 when all are there."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("pieces", nargs="*", metavar="PIECE", help="all when none is named")
-    parser.add_argument("--list", action="store_true", help="name the pieces and end")
-    parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="where it works (default: outputs/gpu)"
-    )
-    parser.add_argument(
-        "--results",
-        type=Path,
-        metavar="FILE",
-        help=(
-            "write FILE.md and FILE.json too (default: benchmarks/results/gpu; with --toy or "
-            "--dry-run none)"
-        ),
-    )
-    parser.add_argument(
-        "--budget",
-        type=float,
-        metavar="SECONDS",
-        help="stop then, within a minute; the same command goes on",
-    )
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        metavar="N",
-        help="runs of each level of a ladder (default: what --list tells, 2 for most)",
-    )
-    parser.add_argument(
-        "--again", action="store_true", help="run the named pieces anew, with all they have kept"
-    )
+    parser.add_argument("rows", nargs="*", metavar="ROW", help="or quick 1, quick 2")
+    parser.add_argument("--list", action="store_true", help="name the rows and end")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="(default: outputs/gpu)")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="write FILE.md and FILE.json")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help=f"(quick: {QUICK_SECONDS})")
     short = parser.add_mutually_exclusive_group()
-    short.add_argument(
-        "--toy", action="store_true", help="tiny shapes, on a CPU too; measures nothing"
-    )
-    short.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="few blocks and steps, on a null GPU; measures nothing",
-    )
+    short.add_argument("--toy", action="store_true", help="tiny shapes, on a CPU too")
+    short.add_argument("--dry-run", action="store_true", help="two blocks, on a null GPU")
     arguments = parser.parse_args()
     if arguments.list:
-        for name, piece in PIECES.items():
-            setting = SETTINGS.get(name)
-            about = piece.__doc__ or ""
-            if setting:
-                blocks = f"{setting.layers} blocks" if setting.layers else "as many blocks as fit"
-                about = f"{setting.config}, {blocks}, {setting.steps} steps, {setting.repeats} of a level {' '.join(setting.flags)}".rstrip()  # noqa: E501
-            print(f"{name:<10}  {about}")
+        for name in ROWS:
+            run = RUNS.get(name)
+            print(f"{name:<13}{run.config.name}, {run.level}, {run.steps} steps" if run else name)
         return 0
-    if unknown := [name for name in arguments.pieces if name not in PIECES]:
-        parser.error(f"no piece {', '.join(unknown)}; there are {', '.join(PIECES)}")
-    toy, dry = arguments.toy, arguments.dry_run
-    folder = (
-        arguments.out or ROOT / "outputs" / ("gpu-toy" if toy else "gpu-dry" if dry else "gpu")
-    ).absolute()
-    results = arguments.results or (None if toy or dry else RESULTS)
-    deadline = float("inf") if arguments.budget is None else time.monotonic() + arguments.budget
-    try:
-        with stoppable():
-            bench = Bench(folder, toy, deadline, dry=dry, repeats=arguments.repeats)
-            bench.about = {**probe(bench, "facts"), "sources": sources()}
-            if not (bench.about["gpu"] or toy):
-                print(
-                    "error: torch sees no CUDA device, and this measures one: run it where there "
-                    "is a GPU (--toy tries the pieces on tiny shapes without one)",
-                    file=sys.stderr,
-                )
-                return 1
-            return run(bench, arguments.pieces or list(PIECES), arguments.again, results)
-    except OutOfTime:
-        print("error: the budget is spent before anything began", file=sys.stderr)
-        return 1
-    except Failed as error:
-        print(f"error: torch cannot be asked for this machine's devices: {error}", file=sys.stderr)
-        return 1
-    except Stopped as stop:
-        return 128 + stop.number
+    quick = arguments.rows[:1] == ["quick"]
+    names = QUICK.get(" ".join(arguments.rows[1:]), ()) if quick else arguments.rows
+    if unknown := [name for name in names if name not in ROWS]:
+        parser.error(f"no row {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    if not names:
+        parser.error("name rows, or quick 1 or quick 2")
+    mode = "toy" if arguments.toy else "dry" if arguments.dry_run else ""
+    results = arguments.results or (None if mode else RESULTS)
+    folder = arguments.out or ROOT / "outputs" / f"gpu-{mode}".rstrip("-")
+    budget = arguments.budget or (QUICK_SECONDS if quick else float("inf"))
+    bench = Bench(folder.absolute(), mode, time.monotonic() + budget, results)
+    with processes.stoppable():
+        if not bench.facts()["gpu"] and mode != "toy":
+            print("error: torch sees no CUDA device; --toy takes tiny shapes", file=sys.stderr)
+            return 1
+        return bench.make(names)
 
 
-def run(
-    bench: Bench, names: Sequence[str], again: bool = False, results: Path | None = None
-) -> int:
-    """The pieces in turn, then the page. Raises Stopped after it when a signal came."""
-    about = dict(bench.about)
-    _begin(bench.folder, about)
-    stopped: Stopped | None = None
-    left = list(names)
-    for name in names:
-        result = bench.folder / f"{name}.json"
-        if again:
-            forget(bench, name)
-        if result.exists() and not json.loads(result.read_text())["failed"]:
-            print(f"{name}: done before", flush=True)
-            left.remove(name)
-            continue
-        print(f"{name}: running", flush=True)
-        began = time.monotonic()
+@dataclass
+class Bench:
+    """One call, and the folder in which it works."""
+
+    folder: Path
+    #: "toy", "dry", or "" for a measurement.
+    mode: str
+    #: By time.monotonic.
+    deadline: float
+    results: Path | None = None
+
+    def make(self, names: Sequence[str]) -> int:
+        """Make rows in turn; 0 when all are there."""
+        missing = []
+        for name in names:
+            wrong = self.wrong_gradients()
+            run = RUNS.get(name)
+            if run and run.level in wrong:
+                row = {"failed": f"not run, since gradients are wrong: {wrong[run.level]}"}
+            elif self.deadline - time.monotonic() < LEAST:
+                print(f"{name}: the budget is spent", flush=True)
+                missing.append(name)
+                continue
+            else:
+                print(f"{name}: running", flush=True)
+                began = time.monotonic()
+                row = {**self.measure(name), "seconds": round(time.monotonic() - began, 1)}
+            if "failed" in row:
+                missing.append(name)
+                print(f"{name}: FAILED: {row['failed']}", flush=True)
+            self.write(f"rows/{name}", {**row, "date": time.strftime("%Y-%m-%d")})
+            self.report()
+        print((self.folder / "gpu.md").read_text() if len(missing) < len(names) else "")
+        return int(bool(missing))
+
+    def measure(self, name: str) -> dict[str, Any]:
+        """Run the process of a row; return its figures, with `failed` where something is wrong."""
+        code = self.call(name, command_of(self, name))
+        log = (self.folder / "logs" / f"{name}.log").read_text(errors="replace").splitlines()
+        cut = "cut off by the budget" if code is None else f"exit {code}: {reason(log)}"
+        if name in RUNS:
+            row = figures(self.folder / "runs" / name)
+            return row if code == 0 else {**row, "failed": cut}
+        if name == "tests":
+            failed = [line for line in log if line.startswith(("FAILED", "ERROR"))]
+            row = {"lines": [log[-1].strip("= ") if log else cut, *failed]}
+            return row if code == 0 else {**row, "failed": cut}
+        if code != 0:
+            return {"failed": cut}
+        rows = json.loads(log[-1])
+        wrong = problems(rows) if name == "gradients" and self.mode != "dry" else {}
+        lines = [f"{row['what']}: {row['value']:,.1f} {row['unit']}" for row in rows]
+        failed = {"failed": "; ".join(wrong.values()), "wrong": wrong} if wrong else {}
+        return {"lines": lines, **failed}
+
+    def call(self, name: str, command: Sequence[str]) -> int | None:
+        """Run a command with its output in a log; its exit code, None where the budget ended it."""
+        log = self.folder / "logs" / f"{name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        left = self.deadline - time.monotonic() - GRACE
+        cache = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor")}
         try:
-            found = _measure(bench, name)
-        except OutOfTime:
-            print(f"{name}: the budget is spent; the same command goes on from here", flush=True)
-            break
-        except Stopped as stop:
-            print(f"{name}: stopped by {stop}; the same command goes on from here", flush=True)
-            stopped = stop
-            break
-        write_json(
-            result, {"piece": name, "seconds": round(time.monotonic() - began, 1), **about, **found}
-        )
-        left.remove(name)
-    done = {
-        name: json.loads(path.read_text())
-        for name in PIECES
-        if (path := bench.folder / f"{name}.json").exists()
+            return processes.run(
+                command,
+                log,
+                environment={**cache, **os.environ},
+                folder=ROOT,
+                seconds=None if left == float("inf") else max(left, 1),
+                ask=signal.SIGINT,
+                grace=GRACE,
+            )
+        except subprocess.TimeoutExpired:
+            return None
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the device is, asked once by a process of its own."""
+        path = self.folder / "facts.json"
+        if not path.exists():
+            probe = [sys.executable, "benchmarks/gpu_probe.py", "facts"]
+            said = subprocess.run(probe, cwd=ROOT, capture_output=True, text=True, check=True)
+            self.write("facts", json.loads(said.stdout.splitlines()[-1]))
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+    def rows(self) -> dict[str, Any]:
+        """Return the rows that exist, in order."""
+        paths = {name: self.folder / "rows" / f"{name}.json" for name in ROWS}
+        return {n: json.loads(path.read_text()) for n, path in paths.items() if path.exists()}
+
+    def wrong_gradients(self) -> dict[str, str]:
+        """Return the levels whose gradients are wrong, each with what is wrong."""
+        found: dict[str, str] = self.rows().get("gradients", {}).get("wrong", {})
+        return found
+
+    def write(self, name: str, value: Any) -> None:
+        path = self.folder / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, json.dumps(value, indent=1) + "\n")
+
+    def report(self) -> None:
+        """Write the page of all rows."""
+        text = page(self.facts(), self.rows(), self.mode)
+        atomic_write(self.folder / "gpu.md", text)
+        if self.results:
+            self.results.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(self.results.with_suffix(".md"), text)
+            found = {"facts": self.facts(), "rows": self.rows()}
+            atomic_write(self.results.with_suffix(".json"), json.dumps(found, indent=1) + "\n")
+
+
+def command_of(bench: Bench, name: str) -> list[str]:
+    """Return the command of a row."""
+    short = {"toy": TOY, "dry": SHORT}.get(bench.mode, ())
+    if name == "machine":
+        toy = ["--toy"] * (bench.mode == "toy")
+        return [sys.executable, "benchmarks/gpu_probe.py", "measure", *toy]
+    if name == "tests":
+        side_by_side = ("-n", "4") if find_spec("xdist") else ()
+        return [sys.executable, "-m", "pytest", "-q", *side_by_side, "tests/gpu"]
+    if name == "gradients":
+        script = "benchmarks/gpu_gradients.py"
+        return [sys.executable, script, str(H200), *TRAINING, *EIGHT_BLOCKS, *short]
+    run = RUNS[name]
+    emulated = ["--float8.emulate"] * (bench.mode == "toy" and run.level.startswith("float8"))
+    return [
+        *(sys.executable, "train.py", f"--job.config_file={run.config}", *LEVELS[run.level]),
+        *(f"--job.dump_folder={bench.folder / 'runs' / name}-{time.time_ns()}", *TRAINING),
+        *(f"--training.steps={run.steps}", *run.flags, *emulated, *short),
+    ]
+
+
+def figures(folder: Path) -> dict[str, Any]:
+    """Return the figures of the steps that a run made, in the newest folder of its name."""
+    made = sorted(folder.parent.glob(f"{folder.name}-[0-9]*"))
+    rows = [row for row in (read_run(made[-1]).training if made else ()) if "tps" in row]
+    speeds = [row["tps"] for row in rows[WARMUP:]]
+    if not speeds:
+        return {"steps": len(rows)}
+    mfu = [row["mfu"] for row in rows[WARMUP:] if "mfu" in row]
+    return {
+        "steps": len(rows),
+        "tokens/s": median(speeds),
+        "slowest": min(speeds),
+        "fastest": max(speeds),
+        "MFU %": median(mfu) if mfu else None,
+        "memory GiB": max(row.get("memory_gib", 0) for row in rows),
+        "reserved GiB": max(row.get("reserved_gib", 0) for row in rows),
+        "loss": rows[-1]["loss"],
     }
-    command = " ".join([COMMAND, *sys.argv[1:]])
-    text = page(done, about, command, bench.short)
-    (bench.folder / "gpu.md").write_text(text)
-    print(f"\n{text}\nwritten: {bench.folder / 'gpu.md'} and a .json for each piece", flush=True)
-    if results is not None:
-        verdicts = targets(done, bench.short)
-        report = {**about, "command": command, "targets": verdicts, "pieces": done}
-        write_json(results.with_suffix(".json"), report)
-        results.with_suffix(".md").write_text(text)
-        print(f"and {results.with_suffix('.md')}, {results.with_suffix('.json')}", flush=True)
-    if stopped is not None:
-        raise stopped
-    return 1 if left or any(done[name]["failed"] for name in names) else 0
 
 
-def _begin(folder: Path, about: dict[str, Any]) -> None:
-    """Make the folder; one of other sources or another device is put aside."""
-    stamp = folder / "facts.json"
-    if stamp.exists() and json.loads(stamp.read_text()) != about:
-        old = folder.with_name(f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        folder.rename(old)
-        print(
-            f"sources, device or versions are others than in {old.name}, which is kept: starting "
-            "anew",
-            flush=True,
-        )
-    write_json(stamp, about)
+def problems(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return what is wrong with gradients, by level: lost ones, or far from those of fp32."""
+    found = {}
+    for row in rows:
+        level = row["what"]
+        if row["lost"]:
+            found[level] = f"{level}: no gradient of {', '.join(row['lost'][:3])}"
+        elif not row["value"] <= LIMITS[level]:
+            found[level] = f"{level}: {row['value']:.1f} % from fp32"
+    return found
 
 
-def _measure(bench: Bench, name: str) -> dict[str, Any]:
-    """A piece's rows, and the reason why some or all are missing. Raises OutOfTime, Stopped."""
-    try:
-        found = PIECES[name](bench)
-    except Failed as error:
-        return {"reason": str(error), "failed": True}
-    if not found.problems:
-        return {"rows": found.rows, "failed": False}
-    return {"rows": found.rows, "reason": "; ".join(found.problems), "failed": True}
+def reason(log: Sequence[str]) -> str:
+    """Return what a command said why it failed."""
+    lines = [line.strip() for line in log if line.strip()]
+    wrong = [line for line in lines if "Error" in line or line.startswith("error:")]
+    return (wrong or lines or ["no output"])[-1][:400]
 
 
-def forget(bench: Bench, name: str) -> None:
-    """All that a piece has kept: its figures, runs and parts, and how many blocks fit."""
-    (bench.folder / f"{name}.json").unlink(missing_ok=True)
-    kept_layers(bench, name).unlink(missing_ok=True)
-    for kept in (bench.folder / "ladders" / name, bench.folder / "parts" / name):
-        shutil.rmtree(kept, ignore_errors=True)
+def page(facts: Mapping[str, Any], rows: Mapping[str, Any], mode: str) -> str:
+    """Return gpu.md."""
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    device = f"{facts['device']}, driver and power limit {facts['driver and power limit'] or '–'}"
+    lines = ["# On one GPU", "", f"{device}; CUDA {facts['cuda']}; {versions}.", ""]
+    if mode:
+        lines += ["`--toy` or `--dry-run`: that the rows work; nothing here is a measurement.", ""]
+    lines += [target.line({} if mode else rows) for target in TARGETS]
+    columns = ("tokens/s", "slowest", "fastest", "MFU %", "memory GiB", "reserved GiB", "loss")
+    lines += ["", f"| row | {' | '.join(columns)} | steps | date |", f"|{' --- |' * 10}"]
+    for name in RUNS:
+        row = rows.get(name, {})
+        values = [row.get(column) for column in columns]
+        cells = ["–" if value is None else shown(value) for value in values]
+        steps = f"{row.get('steps', '–')} of {RUNS[name].steps}"
+        lines.append(f"| {name} | {' | '.join(cells)} | {steps} | {row.get('date', 'not run')} |")
+    failed = [f"- {name} failed: {row['failed']}" for name, row in rows.items() if "failed" in row]
+    lines += ["", *failed]
+    for name, row in rows.items():
+        if "lines" in row:
+            lines += ["", f"## {name}", "", *(f"- {line}" for line in row["lines"])]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

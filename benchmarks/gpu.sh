@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU: the tests of tests/gpu, then the measurements. `benchmarks/gpu.sh --help` says more.
+# What one GPU shows: gradients, speed, the tests of tests/gpu. Begin with `benchmarks/gpu.sh quick 1` and `quick 2`, five
+# minutes each; `benchmarks/gpu.sh --help` says more.
 #
 # PYTHON names the interpreter; by default the active environment's, or that of .venv. Nothing is installed: it needs
 # torch 2.11 or newer, titanlite's dependencies, pytest and transformers.

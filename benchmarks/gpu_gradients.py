@@ -1,9 +1,9 @@
-"""Gradients of a first step in the forms that the ladders measure, against eager fp32, as JSON.
+"""Gradients of a first step, compiled in bf16 and in float8, against eager fp32, as JSON.
 
-    python benchmarks/gpu_gradients.py CONFIG [--layers N] [FLAG ...]
+    python benchmarks/gpu_gradients.py CONFIG [FLAG ...]
 
 A form whose gradients are wrong may be fast, and its losses may fall: its speed is worth nothing.
-benchmarks/gpu.py calls it for the piece `gradients`.
+benchmarks/gpu.py calls it for the row `gradients`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ ONE_STEP = (
     *("--training.steps=1", "--lr_scheduler.total_steps=1000", "--training.max_norm=1e9"),
     *("--no-validation.enable", "--no-checkpoint.enable_checkpoint"),
 )
+EAGER = ("--no-training.compile",)
 COMPILED = ("--training.compile",)
 FLOAT8 = (*COMPILED, "--float8.enable_float8_linear")
 GATHERED = (
@@ -39,23 +40,21 @@ GATHERED = (
     "--float8.enable_fsdp_float8_all_gather",
     "--float8.precompute_float8_dynamic_scale_for_fsdp",
 )
-#: The first is the reference. Names of the others are those of levels.
+#: The first is the reference; the others have the names of levels of benchmarks/gpu.py.
 FORMS: dict[str, Sequence[str]] = {
-    "fp32": ("--training.mixed_precision_param=float32",),
-    "default": (),
+    "fp32": (*EAGER, "--training.mixed_precision_param=float32"),
     "compile": COMPILED,
-    "float8": FLOAT8,
     "float8-all-gather": GATHERED,
 }
+#: The largest distance from fp32, in percent. Eager bf16 measured 0.7 on an H200.
+LIMITS = {"compile": 3.0, "float8-all-gather": 30.0}
 
 
 def main() -> None:
     """Print a row for each form but the reference."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config")
-    parser.add_argument("--layers", type=int, default=4)
     arguments, flags = parser.parse_known_args()
-    flags.append(f"--model.overrides.n_layers={arguments.layers}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         flags.append("--float8.emulate")
@@ -63,7 +62,7 @@ def main() -> None:
     rows = []
     with DistEnv.open(device_type=device) as world, tempfile.TemporaryDirectory() as folder:
         for form, more in FORMS.items():
-            common = [*ONE_STEP, f"--job.dump_folder={folder}", *flags, *more]
+            common = [*flags, *ONE_STEP, f"--job.dump_folder={folder}", *more]
             found[form] = gradients(world, arguments.config, common)
             if form != "fp32":
                 rows.append(compared(form, found.pop(form), found["fp32"]))
@@ -101,14 +100,14 @@ def compared(
     lost = [name for name, gradient in exact.items() if gradient.any() and not ours[name].any()]
     return {
         "what": form,
-        "value": 100 * distance / _norm(list(exact.values())),
+        "value": (100 * distance / _norm(list(exact.values()))).item(),
         "unit": "% of the norm from eager fp32",
         "lost": lost,
     }
 
 
-def _norm(tensors: list[Tensor]) -> float:
-    return torch.stack([tensor.norm() for tensor in tensors]).norm().item()
+def _norm(tensors: list[Tensor]) -> Tensor:
+    return torch.stack([tensor.norm() for tensor in tensors]).norm()
 
 
 if __name__ == "__main__":

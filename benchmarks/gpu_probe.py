@@ -63,9 +63,7 @@ def facts() -> dict[str, Any]:
 
 
 def measure(toy: bool) -> list[dict[str, Any]]:
-    """Rows: large products, the peak that MFU is computed with, copies within the device's
-    memory.
-    """
+    """Rows: large products, and copies within the device's memory."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     size, copied = (256, 2**20) if toy else (8192, 4 * GIB)
@@ -88,14 +86,8 @@ def measure(toy: bool) -> list[dict[str, Any]]:
     target = torch.empty_like(source)
     product = 2 * size**3 / median_seconds(lambda: a @ b)
     copy = 2 * source.nbytes / median_seconds(lambda: target.copy_(source))
-    peak = peak_flops(device_name(device))
     return [
         {"what": f"bf16 product of {size} x {size}", "value": product / 1e12, "unit": "TFLOP/s"},
-        {
-            "what": "assumed peak of bf16",
-            "value": None if peak is None else peak / 1e12,
-            "unit": "TFLOP/s",
-        },
         {
             "what": "copy within the device's memory, read and written",
             "value": copy / 1e9,

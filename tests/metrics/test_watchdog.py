@@ -263,7 +263,6 @@ def test_a_rank_that_sleeps_in_its_loader_is_named_with_its_stack(pool: Pools) -
     assert zero.endswith(" _loop"), "where our code is, not torch's"
     assert one.split()[:4] == ["1", host, "2", "data"]
     assert "read_shard" in one
-    assert min(float(line.split()[4]) for line in (zero, one)) >= 1.0
     assert re.match(
         rf"rank 1 \({re.escape(host)}, process \d+\) has been in data of step 2 for [\d.]+ s, at ",
         sentence,

@@ -13,8 +13,8 @@ from tests.nullgpu.cases import ROOT
 pytestmark = pytest.mark.nullgpu
 
 
-def run(*command: str, folder: Path) -> None:
-    given = {**os.environ, "NULLGPU_DIR": str(folder), "NULLGPU_ZERO": "1"}
+def run(*command: str, folder: Path, **variables: str) -> None:
+    given = {**os.environ, "NULLGPU_DIR": str(folder), "NULLGPU_ZERO": "1", **variables}
     done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
@@ -32,17 +32,31 @@ def test_gpu_tests_end_at_numbers_alone(nullgpu: Path, name: str) -> None:
     )
 
 
-def test_a_dry_run_goes_through_every_level_of_a_ladder(nullgpu: Path, tmp_path: Path) -> None:
+def test_a_dry_run_goes_through_both_quick_calls(nullgpu: Path, tmp_path: Path) -> None:
+    for part in ("1", "2"):
+        words = ("quick", part, "--dry-run", "--budget", "1200", "--out", str(tmp_path))
+        run("benchmarks/gpu.sh", *words, folder=nullgpu)
+    text = (tmp_path / "gpu.md").read_text()
+    for name in ("bf16", "float8", "rival", "kahan"):
+        (line,) = (line for line in text.splitlines() if line.startswith(f"| {name} |"))
+        assert "| 6 of " in line
+
+
+@pytest.mark.parametrize(
+    ("chosen", "kernel"), [("auto", "cudnn_attention"), ("flash", "flash_fwd")]
+)
+def test_a_run_launches_the_kernel_of_attention_that_is_chosen(
+    nullgpu: Path, tmp_path: Path, chosen: str, kernel: str
+) -> None:
+    """On Hopper torch itself would put cuDNN first, at the first call."""
+    log = tmp_path / "calls"
+    words = ("--job.config_file=debug_model.toml", f"--job.dump_folder={tmp_path}")
+    more = ("--training.steps=1", "--no-training.compile", f"--training.attention_kernel={chosen}")
     run(
-        "benchmarks/gpu.sh",
-        "machine",
-        "ladder-8b",
-        "--dry-run",
-        "--out",
-        str(tmp_path / "gpu"),
+        *("tests/nullgpu/run.sh", str(nullgpu), "train.py", *words, *more),
+        "--training.mixed_precision_param=bfloat16",
         folder=nullgpu,
+        NULLGPU_LOG=str(log),
     )
-    text = (tmp_path / "gpu" / "gpu.md").read_text()
-    assert all(
-        f"| {level} |" in text for level in ("default", "compile", "float8", "float8-all-gather")
-    )
+    found = {name for name in ("cudnn_attention", "flash_fwd") if name in log.read_text()}
+    assert found == {kernel}

@@ -82,6 +82,7 @@ def test_a_gpu_tries_its_fastest_kernel_of_attention_first_unless_one_is_chosen(
     def order() -> list[str]:
         return [kernel.name for kernel in _cur_sdpa_kernel_backends(with_priority=True)]
 
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     before = order()
     with kernel_order("cpu", chosen):

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from titanlite.cli import main as cli
 from titanlite.config.errors import ConfigError
+from titanlite.config.load import load_file
 from titanlite.plan.hardware import cluster_of
-from titanlite.plan.memory import with_vocabulary
+from titanlite.plan.memory import estimate, with_vocabulary
+from titanlite.plan.optimizer import update_bytes
 from titanlite.plan.parts import GIB
 from titanlite.plan.plan import checkpoint_bytes, make_plan
 from titanlite.plan.text import plan_text, verdict
-from titanlite.resolve.load import check_config
+from titanlite.resolve.load import check_config, resolve
 from titanlite.run.config import RunConfig
 from titanlite.runs.text_tables import Style
 
@@ -42,8 +46,6 @@ def test_the_size_of_a_checkpoint_is_that_of_its_tensors(
     flags: list[str], dtype: str, each: int
 ) -> None:
     """each: bytes of a parameter and its state; a gradient is as wide as its weight."""
-    import torch
-
     from titanlite.checkpoint.state_dict import gather
     from titanlite.optim.optimizer import build_optimizer
 
@@ -63,6 +65,47 @@ def test_the_size_of_a_checkpoint_is_that_of_its_tensors(
     assert checkpoint_bytes(run) == pytest.approx(size, rel=0.01)
     if each:
         assert size == pytest.approx(each * run.spec.count_parameters(args), rel=0.01)
+
+
+KAHAN = (
+    "--optimizer.name=AnyPrecisionAdamW",
+    "--optimizer.kahan",
+    "--optimizer.momentum_dtype=bfloat16",
+    "--training.dtype=bfloat16",
+)
+
+
+class Silent(torch.optim.SGD):
+    """Cannot be asked: it reads a gradient before it has a state."""
+
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["params"][0].grad[0, 0].item()
+
+
+@pytest.mark.parametrize(
+    ("flags", "state", "moved"),
+    [
+        # Weight and state read and written, the gradient read by the norm and by the update.
+        ([], 8, 4 + 4 + 4 + 4 + 8 + 8),
+        (["--training.dtype=bfloat16"], 4, 16),
+        (KAHAN, 6, 2 + 2 + 2 + 2 + 6 + 6),
+        # Embedding and head have AdamW's state: 1.05 of 8.03 billion.
+        (["--optimizer.name=Muon"], 4 + 4 * 1.0507 / 8.0303, 24),
+        (["--optimizer.name=torch.optim.SGD"], 0, 16),
+        (["--optimizer.name=torch.optim.SGD", "--optimizer.args={momentum=0.9}"], 4, 24),
+        # A row and a column of a matrix; its step reads a number, after its state is made.
+        (["--optimizer.name=torch.optim.Adafactor"], 0, 16),
+        ([f"--optimizer.name={__name__}.Silent"], 8, 32),
+    ],
+)
+def test_state_and_traffic_of_an_update_are_those_of_its_tensors(
+    flags: Sequence[str], state: float, moved: float
+) -> None:
+    run = planned("llama3_8b.toml", 8, *flags)
+    master = 4 if run.training.dtype == "float32" else 2
+    parameters = 8_030_261_248
+    assert checkpoint_bytes(run) == pytest.approx(parameters * (master + state), rel=0.003)
+    assert update_bytes(run.optimizer, master) == pytest.approx(moved, rel=0.001)
 
 
 def test_an_asynchronous_save_of_adapters_copies_no_frozen_weights(tmp_path: Path) -> None:
@@ -168,6 +211,18 @@ def test_the_report_has_a_row_for_each_phase(plan: Any) -> None:
     assert "for 300 steps; " in out
     tokens = (100 * 8 + 300 * 16 + 600 * 64) * 8192
     assert f"1,000 steps, {tokens / 1e6:.1f}M tokens in " in out
+
+
+def test_a_run_needs_the_memory_of_its_largest_phase() -> None:
+    tokenizer = "--model.tokenizer_path=./assets/tokenizer.model"
+    base = ["--training.batch_size=1", tokenizer]
+    peaks = []
+    for batch in (8, 64):
+        config = load_file("llama3_8b.toml", [*base, f"--training.global_batch_size={batch}"])
+        peaks.append(estimate(resolve(config, 8)[1]).peak.total)
+    assert peaks[0] < peaks[1], "a step of several micro-batches keeps gradients between them"
+    config = load_file("llama3_8b.toml", [*base, SMALL[1], RAMP, STEPS])
+    assert estimate(resolve(config, 8)[1]).peak.total == peaks[1]
 
 
 def test_a_phase_of_longer_sequences_is_planned_as_a_run_of_that_length(plan: Any) -> None:

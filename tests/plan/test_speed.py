@@ -227,7 +227,7 @@ def test_fewer_ranks_share_experts_than_other_weights_and_rows_travel(tensor: in
     dense = (46_702_792_704 - experts) / tensor
     shards = 16 // tensor
     assert step.owned == pytest.approx(dense / shards + experts / 8 / 2, rel=1e-3)
-    assert update(step) == pytest.approx(40 * step.owned / 3350e9)
+    assert update(step) == pytest.approx(32 * step.owned / 3350e9)
     collective = step.rates.collective
     gathers = collective(2 * dense / 32, shards, tensor) + collective(2 * experts / 8 / 32, 2, 8)
     assert sharding(step).gather == pytest.approx(32 * gathers, rel=1e-3)
@@ -319,9 +319,9 @@ KEMPNER = (
 @pytest.mark.parametrize(
     "world, tensor, published, error",
     [
-        (1, 1, 10471, -0.27),
-        (4, 4, 25135 / 4, -0.11),
-        (8, 4, 44299 / 8, -0.02),
+        (1, 1, 10471, -0.26),
+        (4, 4, 25135 / 4, -0.10),
+        (8, 4, 44299 / 8, -0.01),
         (32, 4, 155917 / 32, 0.09),
     ],
 )

@@ -1,5 +1,5 @@
 """Commands as child processes: their output in a file, and an end that leaves nothing behind that
-they started. The commands are torchrun and the pieces of benchmarks/gpu.py.
+they started. The commands are torchrun and the rows of benchmarks/gpu.py.
 """
 
 from __future__ import annotations

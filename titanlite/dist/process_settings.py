@@ -33,6 +33,8 @@ def kernel_order(device_type: str, first: str = "auto") -> AbstractContextManage
         first = "cudnn" if torch.cuda.get_device_capability() in CUDNN_FIRST else "flash"
     names = sorted(KERNELS, key=lambda name: name != first)
     order = [getattr(SDPBackend, f"{name.upper()}_ATTENTION", SDPBackend.MATH) for name in names]
+    # Otherwise torch puts cuDNN first at the first call, on Hopper and Blackwell.
+    os.environ["TORCH_CUDNN_SDPA_DEPRIORITIZED"] = "1"
     # Around the whole run: at each call it would cost tens of microseconds.
     return sdpa_kernel(order, set_priority=True)
 

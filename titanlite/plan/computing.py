@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from titanlite.plan.optimizer import update_bytes
+from titanlite.plan.parts import BYTES
 from titanlite.plan.step_sizes import StepSizes
 
 #: Seconds for which the host prepares the kernels of a block, forward and backward.
@@ -13,8 +15,6 @@ LAUNCHES_COMPILED = 0.5e-3
 #: Bytes that a loss moves per logit, forward and backward.
 _LOSS_EAGER = 30
 _LOSS_COMPILED = 14
-#: Bytes that the update, the norm and the clipping move per parameter.
-_UPDATE_BYTES = 40
 #: Steps of Muon's iteration: products of m x n and n x m, m x m and m x m, m x m and m x n.
 _ITERATIONS = 5
 #: Bytes per second of a host's memory, for each GPU's share of it.
@@ -117,8 +117,9 @@ def launches(step: StepSizes) -> float:
 
 def update(step: StepSizes) -> float:
     """Return the seconds of the optimizer."""
-    size = step.owned * _UPDATE_BYTES
-    on_host = step.run.training.enable_cpu_offload
+    run = step.run
+    size = step.owned * update_bytes(run.optimizer, BYTES[run.training.dtype])
+    on_host = run.training.enable_cpu_offload
     moved = size / _HOST_MEMORY if on_host else step.rates.moved(size)
     return moved + _orthogonal(step)
 

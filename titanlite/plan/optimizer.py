@@ -7,21 +7,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from contextlib import suppress
 
 from titanlite.config.model_sections import Optimizer
 from titanlite.plan.parts import BYTES
+from titanlite.plan.weights import Weight
 from titanlite.utils import is_dotted
-
-if TYPE_CHECKING:
-    from titanlite.plan.weights import Weight
 
 
 def state_bytes(weight: Weight, settings: Optimizer, master: int) -> float:
-    """Return optimizer bytes per number of a weight; dotted paths count as AdamW.
-
-    master: bytes of a number of the weights.
-    """
+    """Return optimizer bytes per number of a weight. master: bytes of a number of the weights."""
+    if is_dotted(settings.name):
+        return _asked(settings, master)
     momentum, variance, rest = (
         BYTES[name]
         for name in (settings.momentum_dtype, settings.variance_dtype, settings.compensation_dtype)
@@ -32,6 +29,48 @@ def state_bytes(weight: Weight, settings: Optimizer, master: int) -> float:
         "Muon": 4 if weight.matrix else 8,
     }
     return by_name.get(settings.name, 2 * master)
+
+
+#: By settings, and bytes of a number of the weights.
+_found: dict[tuple[str, int], float] = {}
+
+
+def _asked(settings: Optimizer, master: int) -> float:
+    """Return the bytes per number that an optimizer of the user keeps, by a step on the meta
+    device; those of AdamW where none can be taken there.
+    """
+    key = (repr(settings), master)
+    if key not in _found:
+        import torch
+
+        from titanlite.optim.optimizer import build_optimizer
+
+        dtype = torch.float32 if master == 4 else torch.bfloat16
+        weight = torch.nn.Parameter(torch.empty(1024, 1024, device="meta", dtype=dtype))
+        weight.grad = torch.empty_like(weight)
+        _found[key] = 2 * master
+        # Whatever the user's code raises: the start of a run tells it.
+        with suppress(Exception):
+            optimizer = build_optimizer({"weight": weight}, settings, weight.device)
+            try:
+                optimizer.step()
+            except Exception:
+                # It read a number. Most have made their state by then.
+                if not optimizer.state[weight]:
+                    raise
+            state = optimizer.state[weight].values()
+            size = sum(each.nbytes for each in state if isinstance(each, torch.Tensor))
+            _found[key] = size / weight.numel()
+    return _found[key]
+
+
+def update_bytes(settings: Optimizer, master: int) -> float:
+    """Return the bytes per parameter that an update and the norm before it move.
+
+    Weight and state are read and written, the gradient is read twice. 32 for AdamW in float32, 20
+    for AnyPrecisionAdamW in bfloat16 with Kahan summation, 16 for SGD.
+    """
+    return 2 * (2 * master + state_bytes(Weight(1, 1, 1, (1, 1)), settings, master))
 
 
 def step_bytes(
