@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args, get_origin
 
 from titanlite.config.aliases import (
+    VALUES,
     is_known,
     is_subsection,
+    key_of,
     known_sections,
     learn,
     refusal,
@@ -193,7 +195,8 @@ def _values(name: str | None, words: list[str], negated: bool) -> dict[str, Any]
         raise _BadWords(f"{name} is not a switch and cannot be negated")
     if negated and words:
         raise _BadWords(f"takes no value, got {quote(' '.join(words))}")
-    if lists and not negated and not (len(words) == 1 and words[0] in choices(type_)):
+    choice = len(words) == 1 and words[0] in (*choices(type_), *VALUES.get(key_of(name), {}))
+    if lists and not negated and not choice:
         value = _list(lists[0], words, name not in _WITH_COMMAS)
     elif len(words) == 1:
         value = _one(type_, words[0])
