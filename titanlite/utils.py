@@ -202,13 +202,15 @@ def _as_code(match: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
-def wants_color(stream: IO[str]) -> bool:
-    """Return True for a terminal, unless NO_COLOR is set or it is dumb.
+def wants_color(stream: IO[str], asked: bool | None = None) -> bool:
+    """Return `asked`, or True for a terminal; never where NO_COLOR is set or it is dumb.
 
-    FORCE_COLOR forces it, for launchers that pass our pipe on to a terminal.
+    FORCE_COLOR stands for a terminal, for launchers that pass our pipe on to one.
     """
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
+    if asked is not None:
+        return asked
     return bool(os.environ.get("FORCE_COLOR")) or stream.isatty()
 
 

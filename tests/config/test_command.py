@@ -93,6 +93,25 @@ def test_check_counts_the_parameters_of_a_named_size_and_is_strict_if_asked(caps
     assert run(capsys, *words, "--strict")[0] == 2
 
 
+@pytest.mark.parametrize(
+    ("flags", "row"),
+    [
+        (
+            "--float8.enable_float8_linear --float8.enable_fsdp_float8_all_gather "
+            "--float8.emulate --training.compile --activation_checkpoint.selective_ac_option=op",
+            "bfloat16, float8 tensorwise gathered in float8, compiled, activation checkpointing "
+            "selective op",
+        ),
+        (
+            "--training.mixed_precision_param=float32 --activation_checkpoint.mode=none",
+            "float32",
+        ),
+    ],
+)
+def test_check_names_what_decides_speed_and_rounding(flags, row, capsys):
+    assert f"\n  precision      {row}\n" in run(capsys, "config", "check", *flags.split())[1]
+
+
 def test_world_size_comes_from_the_flag_or_what_fits(capsys):
     flags = ("config", "check", "--training.data_parallel_shard_degree", "3")
     assert "3 (the fewest that fit" in run(capsys, *flags)[1]
@@ -121,6 +140,30 @@ def test_settings_of_a_feature_that_is_off_are_named(flags, idle):
     found = [note.text for note in notes if "no effect" in note.text]
     assert len(found) == bool(idle)
     assert all(note.endswith(idle) for note in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            "[quantize.linear.float8]\nfilter_fqns = ['wk']\n[training]\nlocal_batch_size = 4",
+            'model.converters does not name "quantize.linear.float8"); these keys are ignored: '
+            "quantize.linear.float8.filter_fqns",
+        ),
+        (
+            "[float8]\nfilter_fqns = ['wk']\n[training]\nlocal_batch_size = 4",
+            'model.converters does not name "float8"); these keys are ignored: float8.filter_fqns',
+        ),
+        (
+            "[float8]\nfilter_fqns = ['wk']",
+            "float8.enable_float8_linear = false); these keys are ignored: float8.filter_fqns",
+        ),
+    ],
+)
+def test_keys_of_float8_that_is_off_are_named_as_the_file_names_them(text, why):
+    Path("run.toml").write_text(text)
+    notes = check_config(["--job.config_file=run.toml"], training=False)[1].notes
+    assert [note.text for note in notes if note.warns] == [f"float8 is disabled ({why}"]
 
 
 #: What changes the numbers, may lose work, costs speed, has no effect; in that order.
@@ -194,6 +237,9 @@ def test_explain_shows_every_key_with_value_source_and_meaning(capsys):
 
 def test_explain_knows_keys_without_effect_and_refuses_others(capsys):
     assert 'accepted  "default"' in run(capsys, "config", "explain", "comm.mode")[1]
+    section = run(capsys, "config", "explain", "[quantize.linear.float8]")[1]
+    assert "float8.filter_fqns  (quantize.linear.float8.filter_fqns is another name of" in section
+    assert "lora" not in section
     status, _, err = run(capsys, "config", "explain", "training.btach_size")
     assert status == 2
     assert "training.batch_size" in err

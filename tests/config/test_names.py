@@ -62,7 +62,6 @@ def refused(text: str) -> Problem:
 LATER = {
     "checkpoint.keep_latest_k": 10,
     "optimizer.implementation": "fused",
-    "metrics.enable_color_printing": True,
     "experimental.pipeline_parallel_microbatches": 4,
     "lr_scheduler.style": "titan-0.2",
 }
@@ -77,15 +76,27 @@ def test_dialect_2026_brings_the_later_defaults_and_says_so(tmp_path):
     source = config.source("checkpoint.keep_latest_k")
     assert (source.kind, source.line) == ("dialect", 2)
     assert any(
-        f"{tmp_path / 'run.toml'}:2" in note.text and "checkpoint.keep_latest_k" in note.text
+        f"{tmp_path / 'run.toml'}:2" in note.text and "checkpoint.keep_latest_k = 10" in note.text
         for note in config.notes
     )
+    assert not any("unset" in text for text in texts(config))
+
+
+def test_defaults_that_differ_from_torchtitans_are_named_where_their_feature_is_on(tmp_path):
+    text = (
+        "[training]\nlocal_batch_size = 4\n[checkpoint]\nenable = true\n"
+        "[validation]\nenable = true\nseq_len = 64\n"
+    )
+    assert (
+        "unset, with titanlite's defaults: checkpoint.model_weights_only (there true), "
+        "validation.freq (there 10)"
+    ) in texts(written(tmp_path, text))
 
 
 @pytest.mark.parametrize("flags", [[], ["--training.local_batch_size", "4", "--checkpoint.enable"]])
 def test_only_a_file_brings_later_defaults(flags):
     config = load(flags)
-    assert [config.value(key) for key in LATER] == [0, None, None, None, "titan"]
+    assert [config.value(key) for key in LATER] == [0, None, None, "titan"]
     assert config.sections.job.dialect == "2024"
 
 
@@ -98,7 +109,7 @@ def test_written_values_win_over_later_defaults(tmp_path):
         "optimizer.implementation": "foreach",
     }
     config = written(tmp_path, f'[job]\ndialect = "2024"\n{text}')
-    assert config.sections.metrics.enable_color_printing is None
+    assert config.sections.optimizer.implementation is None
 
 
 @pytest.mark.parametrize(

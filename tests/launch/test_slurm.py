@@ -162,6 +162,28 @@ def test_variables_of_a_job() -> None:
     assert "export FI_EFA_USE_DEVICE_RDMA=1" in _render(*flags, "--launch.nodes=2")
 
 
+def test_a_folder_with_the_job_of_another_model_is_refused_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, flavor in (("One", "debugmodel"), ("two", "3.1-debugmodel")):
+        text = f'[job]\ndump_folder = "./outputs"\n[model]\nflavor = "{flavor}"\n'
+        Path(f"{name}.toml").write_text(f"{text}[training]\ndataset_path = 'missing.txt'\n")
+    words = ["launch", "slurm", "One.toml", "--launch.gpus_per_node=1"]
+    assert cli.main(words) == exit_codes.DONE
+    warning = 'One.toml:6: training.dataset_path: no file or folder "missing.txt"'
+    assert f"warning: not there: {warning}" in capsys.readouterr().err
+    script = Path("outputs/launch/job.sbatch")
+    assert "\n#SBATCH --job-name=one\n" in script.read_text()
+    first = script.read_bytes()
+    for other in (["--model.overrides.n_layers=3"], ["--job.config_file=two.toml"]):
+        assert cli.main([*words, *other]) == exit_codes.CONFIG
+        assert "holds the job of another model, llama3 debugmodel" in capsys.readouterr().err
+    assert script.read_bytes() == first
+    assert cli.main([*words, "--launch.nodes=2"]) == exit_codes.DONE
+    assert script.read_bytes() != first
+
+
 def test_a_time_limit_is_read_as_slurm_does() -> None:
     seconds = {"": None, "1:30": 90, "01:30:00": 5400, "2:00:00": 7200}
     seconds |= {"1-0": 86400, "2-00": 172800, "1-2:30": 95400, "0-0:00:07": 7}

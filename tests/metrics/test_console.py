@@ -85,6 +85,8 @@ def test_lines_carry_local_time_problems_their_level_and_other_ranks_their_numbe
         (None, True, {"NO_COLOR": "1"}, False),
         (None, True, {"FORCE_COLOR": "1", "TERM": "dumb"}, False),
         (True, False, {}, True),
+        (True, True, {"NO_COLOR": "1"}, False),
+        (True, True, {"TERM": "dumb"}, False),
         (False, True, {}, False),
     ],
 )

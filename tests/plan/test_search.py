@@ -111,7 +111,7 @@ def test_a_run_in_phases_is_ranked_by_its_largest_steps(base: str) -> None:
 def test_settings_that_are_best_already_are_said_to_be(
     result: SearchResult, base: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "best.toml").write_text(overlay(result, result.ranked[0]))
+    (tmp_path / "best.toml").write_text(search_text(result, Style(False)))
     again = search(["--job.config_file", base, str(tmp_path / "best.toml")], H100)
     assert again.config_is_best
     assert again.ranked[0].changes == {}

@@ -54,6 +54,11 @@ def test_the_table_has_every_run_with_its_state_and_figures(
     assert "died" in listed(capsys, str(tmp_path / "three"))[1], (
         "its lock is gone, and it has no end"
     )
+    write_metrics(tmp_path / "three", [training_row(7, 8.0, 50)])
+    attempts = [str(tmp_path / "three"), "--attempts"]
+    assert listed(capsys, *attempts)[1].split()[-5:] == ["died", "–", "7", "–", "–"]
+    with RunLock(tmp_path / "three"):
+        assert listed(capsys, *attempts)[1].split()[-5:] == ["running", "–", "7", "–", "–"]
     record.end("stopped", 7, reason="step 8: loss nan")
     out = listed(capsys, str(tmp_path))[1]
     assert "three  stopped by guard   7 of 40" in out

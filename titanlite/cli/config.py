@@ -16,7 +16,7 @@ from titanlite.cli.argument_parser import (
     add_to_group,
     files_of,
 )
-from titanlite.config.aliases import ALIASES, key_of, learn, names_of
+from titanlite.config.aliases import ALIASES, key_of, known_names, learn, names_of
 from titanlite.config.checks import broken, missing_files
 from titanlite.config.errors import COMMAND_LINE, ConfigError, bad_flag
 from titanlite.config.keys import Key, keys, sections, table_of
@@ -135,6 +135,17 @@ def _rows(config: LoadedConfig, run: RunConfig, why: str, style: Style) -> Itera
         steps = f"{run.steps:,}, {run.tokens:,} tokens"
     schedule = run.schedule
     warmup = f"warm-up {counted(schedule.warmup_steps, schedule.unit)}"
+    float8 = run.float8
+    precision = [run.training.mixed_precision_param]
+    if float8.enable_float8_linear:
+        gathered = " gathered in float8" if float8.enable_fsdp_float8_all_gather else ""
+        precision.append(f"float8 {float8.recipe_name}{gathered}")
+    if run.training.compile:
+        precision.append("compiled")
+    recompute = run.activation_checkpoint
+    if recompute.mode != "none":
+        option = f" {recompute.selective_ac_option}" if recompute.mode == "selective" else ""
+        precision.append(f"activation checkpointing {recompute.mode}{option}")
     saves = run.checkpoint
     checkpoints = "none"
     if saves.enable_checkpoint:
@@ -145,6 +156,7 @@ def _rows(config: LoadedConfig, run: RunConfig, why: str, style: Style) -> Itera
         "batch": f"{sequences}, {micro}",
         "steps": steps,
         "learning rate": f"{run.optimizer.lr:g}, {warmup}, then {schedule.decay_type}",
+        "precision": ", ".join(precision),
         "checkpoints": checkpoints,
         "files": ", ".join(map(unbroken, config.files)) or "none: all defaults",
     }
@@ -187,6 +199,9 @@ def _explain_one(config: LoadedConfig, name: str, style: Style) -> str:
         return style.wrap(f"{head}\n  accepted  {accepted}\n  otherwise refused: {off.reason}")
     name = table_of(name) or name
     if key_of(name) not in keys():
+        others = sorted(known for known in known_names() if known.startswith(f"{name}."))
+        if others:
+            return "\n\n".join(_explain_one(config, other, style) for other in others)
         from titanlite.config.unknown_keys import unknown
 
         raise ConfigError([replace(unknown(name, COMMAND_LINE), where="")])

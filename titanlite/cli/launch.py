@@ -6,24 +6,27 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 from titanlite import exit_codes
 from titanlite.cli.argument_parser import FLAGS, Commands, add_files, files_of, new_command
-from titanlite.config.checks import broken, closed_urls
+from titanlite.config.checks import broken, closed_urls, missing_files
 from titanlite.config.errors import ConfigError, Problem, nearest, refuse, unfit
+from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.launch.job import CONFIG, Job, LaunchError
 from titanlite.plan.hardware import INSTANCES
 from titanlite.resolve.load import check_config, unnamed_tokenizer
-from titanlite.utils import REMOVED
+from titanlite.utils import REMOVED, say
 
 How = Literal["print", "write", "submit"]
 #: Folder of a job below job.dump_folder.
 FOLDER = "launch"
+#: Keys of [model] that make it another one.
+_MODEL = ("name", "flavor", "overrides")
 #: System → its module, with `files(job)`, `advice(job)` and `submit(job)`; some also have
 #: `warnings(job)`.
 _SYSTEMS = {
@@ -87,7 +90,7 @@ def launch(name: str, argv: list[str], how: How) -> str:
             "checkpoints are off (checkpoint.enable_checkpoint): each restart begins at step 0"
         )
     for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        say(f"warning: {warning}")
     if how == "print":
         return "\n".join(files.values()).rstrip()
     write(job, files)
@@ -113,6 +116,8 @@ def prepare(argv: list[str]) -> Job:
             problems.append(Problem("does-not-fit", key, message, advice, place))
     if problems:
         raise ConfigError(problems)
+    for problem in broken(loaded, [missing_files]):
+        say(f"warning: not there: {problem}")
     instance = None
     if launch.instance_type:
         # SageMaker and HyperPod write a prefix.
@@ -146,8 +151,18 @@ def prepare(argv: list[str]) -> Job:
 def write(job: Job, files: Mapping[str, str]) -> None:
     """Write the job's files and config for their owner alone, as they may hold secrets.
 
-    The folder is closed to others, too: schedulers write logs there with any mode.
+    The folder is closed to others, too: schedulers write logs there with any mode. Raises
+    ConfigError for a folder with the job of another model.
     """
+    earlier = job.folder / CONFIG
+    # A damaged one counts as none.
+    with suppress(FileNotFoundError, TOMLDecodeError, KeyError):
+        models = [loads(text)["model"] for text in (earlier.read_text("utf-8"), job.config)]
+        old, new = ([model.get(key) for key in _MODEL] for model in models)
+        if old != new:
+            message = f"{job.folder} holds the job of another model, {old[0]} {old[1]}"
+            hint = "give each model a folder of its own, or remove that one"
+            raise unfit("job.dump_folder", message, hint)
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
         job.folder.chmod(0o700)

@@ -47,7 +47,7 @@ def _run(arguments: argparse.Namespace) -> str:
     folders = arguments.folders or [Path("outputs")]
     found = list_runs(folders)
     if arguments.attempts:
-        tables = (attempts_text(run.folder) for run in found)
+        tables = (attempts_text(run) for run in found)
         return "\n\n".join(filter(None, tables)) or "no attempts were recorded"
     if arguments.json:
         return to_json([_as_json(run) for run in found])
@@ -98,21 +98,25 @@ def _as_json(run: Run) -> dict[str, Any]:
     }
 
 
-def attempts_text(folder: Path) -> str:
+def attempts_text(run: Run) -> str:
     """Return the attempts of a run as a table; "" where none is recorded."""
     notes: list[str] = []
     rows = []
-    for one in read_attempts(folder, notes):
-        unknown = "died" if one.get("ended") else "no end"
+    attempts = read_attempts(run.folder, notes)
+    for one in attempts:
+        state = one.get("state", "died")
         # Without an end its step is that of its start.
         end = one if "state" in one else {}
+        if one is attempts[-1] and not end:
+            state = run.state
+            end = {"step": run.step}
         figures = [end.get(name) for name in ("exit_code", "step", "saved_step", "lost_tokens")]
         words = [
             str(one["attempt"]),
             _time(one.get("started")),
             one.get("began", NONE),
             _time(one.get("ended")),
-            one.get("state", unknown),
+            state,
         ]
         rows.append([*words, *(number(figure, ",") for figure in figures)])
         changes = [f"{key}: {change}" for key, change in one.get("config_changes", {}).items()]
@@ -121,7 +125,7 @@ def attempts_text(folder: Path) -> str:
         told = filter(None, (one.get("reason"), *changes))
         notes += [f"attempt {one['attempt']}: {text}" for text in told]
     columns = ("attempt", "started", "began", "ended", "state", "exit", "step", "saved", "lost")
-    shown = [render(Table(columns, rows, left=range(1, 5), title=str(folder)))] if rows else []
+    shown = [render(Table(columns, rows, left=range(1, 5), title=str(run.folder)))] if rows else []
     return "\n".join([*shown, *(f"note: {escape_name(note)}" for note in notes)])
 
 

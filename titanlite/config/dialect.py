@@ -77,7 +77,15 @@ def apply_later(layers: Layers, later: Entry | None) -> None:
         layers.put("job.dialect", "2026", source)
     taken = _put_missing(layers, LATER_DEFAULTS, source)
     if taken:
-        layers.note(Weight.NUMBERS, f"{sign.place} {why}: later defaults for {', '.join(taken)}")
+        defaults = ", ".join(f"{key} = {quote(LATER_DEFAULTS[key])}" for key in taken)
+        layers.note(Weight.NUMBERS, f"{sign.place} {why}: later defaults {defaults}")
+    kept = [
+        f"{key} (there {quote(there)})"
+        for key, (switch, there) in _TABLES["other_defaults"].items()
+        if layers.get(switch) and key not in layers.values
+    ]
+    if kept:
+        layers.note(Weight.NUMBERS, f"unset, with titanlite's defaults: {', '.join(kept)}")
     if "lr_scheduler.style" in taken:
         layers.note(
             Weight.NUMBERS,

@@ -10,6 +10,7 @@ from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.notes import Note, Weight
 from titanlite.config.rules import matches, several
+from titanlite.config.toml import quote
 from titanlite.utils import is_dotted
 
 _PIPELINE = "experimental.pipeline_parallel"
@@ -78,10 +79,13 @@ def idle_keys(config: LoadedConfig) -> Iterator[Note]:
             others[_WEIGHTS.get(key.section, Weight.NUMBERS)].append(name)
     # A run in bf16 looks like one in float8: so this is a warning.
     if float8:
-        text = (
-            "float8 is disabled (float8.enable_float8_linear = false); these keys are ignored: "
-            f"{', '.join(float8)}"
-        )
+        why = "float8.enable_float8_linear = false"
+        written = [config.source(name).written or name for name in float8]
+        if config.sections.job.dialect == "2026" and not config.is_given(
+            "float8.enable_float8_linear"
+        ):
+            why = f"model.converters does not name {quote(written[0].rpartition('.')[0])}"
+        text = f"float8 is disabled ({why}); these keys are ignored: {', '.join(written)}"
         yield Note(Weight.NUMBERS, text, warns=True)
     for weight, names in others.items():
         yield Note(weight, f"no effect, as their features are off: {', '.join(names)}")

@@ -51,8 +51,13 @@ class Job(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the run folder, with characters that every scheduler takes."""
-        return re.sub(r"[^a-z0-9.-]+", "-", self.folder.parent.name.lower()).strip("-.") or "run"
+        """The name of the run folder, or of the first file where that is the default, with
+        characters that every scheduler takes.
+        """
+        name = self.folder.parent.name
+        if name == "outputs" and self.run.job.config_file:
+            name = Path(self.run.job.config_file[0]).stem
+        return re.sub(r"[^a-z0-9.-]+", "-", name.lower()).strip("-.") or "run"
 
 
 def render(template: str, job: Job, values: Mapping[str, Any]) -> str:

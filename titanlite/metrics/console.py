@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import sys
 from typing import TYPE_CHECKING, TextIO
@@ -41,9 +40,7 @@ class ConsoleHandler(_StreamHandler):
     def __init__(self, rank: int, color: bool | None, stream: TextIO | None) -> None:
         self.given = stream
         super().__init__(self.target())
-        if color is None:
-            color = wants_color(self.target())
-        self.color = color and os.environ.get("TERM") != "dumb"
+        self.color = wants_color(self.target(), color)
         self.rank = rank
         self.setLevel(logging.INFO if rank == 0 else logging.WARNING)
         self.setFormatter(logging.Formatter("%(message)s"))
@@ -76,8 +73,7 @@ class ConsoleHandler(_StreamHandler):
 def setup_console(rank: int, color: bool | None = None, stream: TextIO | None = None) -> None:
     """Send the `titanlite` logger to `stream` (None: standard output), in place of an earlier call.
 
-    Rank 0 shows INFO and up, others WARNING and up. color: None means on a terminal, unless
-    NO_COLOR, FORCE_COLOR or TERM=dumb say otherwise.
+    Rank 0 shows INFO and up, others WARNING and up. color: as `wants_color` takes it.
     """
     if (before := console_handler()) is not None:
         logger.removeHandler(before)

@@ -47,9 +47,7 @@ def print_plan(run: RunConfig, gpus_per_node: int) -> None:
         if gpus_per_node > DEFAULT_GPUS_PER_NODE:
             gpus_per_node = math.gcd(gpus_per_node, DEFAULT_GPUS_PER_NODE)
         cluster = cluster_of(run, gpu=name, gpus_per_node=gpus_per_node)
-    color = run.metrics.enable_color_printing
-    if color is None:
-        color = wants_color(sys.stdout)
+    color = wants_color(sys.stdout, run.metrics.enable_color_printing)
     text = plan_text(make_plan(run, cluster), Style(color))
     print(escape(text + note, colors=True), flush=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 
 from titanlite.cli.plan.search import LEAST_GAIN, Candidate, SearchResult
 from titanlite.cli.plan.settings import SHOWN
@@ -38,7 +39,7 @@ def fit_text(found: Candidate | None, cluster: Cluster) -> str:
 
 
 def search_text(result: SearchResult, style: Style) -> str:
-    """Return the ranked settings, and the best as a file."""
+    """Return the best settings as a file, with all ranked ones as comments."""
     if not result.ranked:
         return (
             "nothing fits: take more GPUs, GPUs with more memory, or search with "
@@ -59,10 +60,11 @@ def search_text(result: SearchResult, style: Style) -> str:
             )
         )
     table = render(Table(_COLUMNS, rows, left=(3, 5)), style.color)
+    table = textwrap.indent(table, "# ")
     if result.config_is_best:
-        return f"{table}\n\nthe config is best as it is: nothing is faster by {LEAST_GAIN:.0%}"
+        return f"{table}\n\n# the config is best as it is: nothing is faster by {LEAST_GAIN:.0%}"
     best = result.ranked[0]
     gain = f"{best.rate / result.base.rate - 1:+.1%} over the config as it is"
     if not result.base.fits(result.cluster):
         gain += ", which does not fit"
-    return f"{table}\n\n{gain}, with this file laid over it:\n\n{overlay(result, best)}"
+    return f"{table}\n\n# {gain}, with this file laid over it:\n\n{overlay(result, best)}"
