@@ -61,8 +61,7 @@ class RepeatedSteps(Callback):
         kept = [tensor.clone() for tensor in state.values()]
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             first = self._hashed(arguments, state)[1]
-        for weight in self._weights.values():
-            weight.grad = None
+        self._drop_gradients()
         for tensor, value in zip(state.values(), kept, strict=True):
             tensor.copy_(value)
         share, second = self._hashed(arguments, state)
@@ -70,9 +69,14 @@ class RepeatedSteps(Callback):
         anywhere = differs.any().int()
         dist.all_reduce(anywhere, dist.ReduceOp.MAX)
         if anywhere:
+            self._drop_gradients()
             self._fail([name for name, wrong in zip(first, differs.tolist(), strict=True) if wrong])
         self._is_first = False
         return share
+
+    def _drop_gradients(self) -> None:
+        for weight in self._weights.values():
+            weight.grad = None
 
     def _state(self) -> dict[str, Tensor]:
         """Return what else a pass changes: buffers, and the counts of experts."""
