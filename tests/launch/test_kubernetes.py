@@ -245,7 +245,10 @@ def test_starts_without_a_new_step_end_the_job(tmp_path: Path) -> None:
             "variable NOT_THERE",
         ),
         (["--launch.environment.WANDB_API_KEY=1"], "--from-literal=WANDB_API_KEY=…"),
-        (['--launch.volumes={"fsx" = "fsx"}'], "is not a claim and a folder"),
+        (
+            ['--launch.volumes={"fsx" = "fsx"}'],
+            "is not a claim, or a path of the nodes, and a folder",
+        ),
         (['--launch.labels={"kueue.x-k8s.io/queue-name" = "q"}'], "set launch.queue"),
         (["--launch.shm_size=16GB"], "launch.shm_size"),
         (["--launch.memory_request=1\n2"], "launch.memory_request"),

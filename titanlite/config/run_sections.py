@@ -236,8 +236,8 @@ class Launch(Section, frozen=True):
     namespace: str = ""
     """Kubernetes: namespace of the job. Empty: that of kubectl."""
     volumes: dict[str, str] = {}
-    """Kubernetes: table of persistent volume claims and the folders at which pods mount them. One
-    must hold job.dump_folder.
+    """Kubernetes: table of persistent volume claims, or paths of the nodes, and the folders at
+    which pods mount them. A claim must hold job.dump_folder.
     """
     cpu_request: Annotated[str, Meta(pattern=r"^(\d+(\.\d+)?|\d+m)?$")] = ""
     """Kubernetes: CPUs that each pod asks for, as 90 or 500m. Empty: two for each rank, or one
