@@ -18,7 +18,6 @@ from tests.support.tiny import EIGHT_STEPS, TWO_LAYERS
 from tests.support.whole_runs import outcome_of
 from titanlite import exit_codes
 from titanlite.assembly.build import build
-from titanlite.config.errors import ConfigError
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.local_parts import plain_local
 from titanlite.resolve.load import load_config
@@ -202,10 +201,3 @@ def test_a_first_step_that_differs_ends_the_run_with_advice(pool: Pools, tmp_pat
     assert (found["code"], found["passes"]) == (exit_codes.CORRUPTION, [1, 1])
     assert "debug.deterministic = true" in found["error"]
     assert found["events"][0]["action"] == "stop"
-
-
-def test_updates_in_the_backward_are_refused() -> None:
-    early = ["--optimizer.early_step_in_backward", "--training.max_norm=1e9"]
-    with pytest.raises(ConfigError, match=r"sdc\.freq: .*weights change in the pass") as error:
-        load_config("debug_model.toml", 1, ["--sdc.freq=9", *early])
-    assert len(error.value.problems) == 1
