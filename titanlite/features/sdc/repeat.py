@@ -16,7 +16,7 @@ from torch import Tensor
 from titanlite.callbacks import Callback
 from titanlite.dist.dist_env import gather_objects
 from titanlite.dist.local_parts import bit_sum, plain_local
-from titanlite.optim.bad_step_errors import CorruptionError
+from titanlite.optim.bad_step_errors import CorruptionError, name_ranks
 from titanlite.parallel.fsdp_private import before_reduction
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 #: Names of what is compared; the first two are of this rank alone.
 _OWN = (_LOSS, _GRADIENT) = "the loss", "the gradient of "
 _SUMMED = "the summed gradient of "
-#: How many of them a message has.
-_NAMED = 3
+#: How many of them a message has, and how many hosts.
+_NAMED = 4
 
 
 class RepeatedSteps(Callback):
@@ -115,11 +115,11 @@ class RepeatedSteps(Callback):
         found = gather_objects((f"{socket.gethostname()}, {parts.world.device}", own, names))
         at = 1 if any(own for _, own, _ in found) else 2
         ranks = [rank for rank, one in enumerate(found) if one[at]]
-        where = ", ".join(f"rank {rank} ({found[rank][0]})" for rank in ranks)
+        where = f"{name_ranks(ranks)} ({'; '.join(found[rank][0] for rank in ranks[:_NAMED])})"
         shown = ", ".join(found[ranks[0]][at][:_NAMED])
-        why = f"on {where} a second forward and backward pass gave other bits, first in {shown}"
+        why = f"a second forward and backward pass gave other bits on {where}, first in {shown}"
         if len(ranks) > 1:
-            why += ". These ranks exchange activations: one of them computed wrong"
+            why += ". Ranks that exchange activations share a fault of one of them"
         if self._is_first:
             # Nothing is gained by going back.
             parts.train_step.guard.policy = "stop"
