@@ -127,6 +127,7 @@ def main() -> int:
     folder = arguments.out or ROOT / "outputs" / f"gpu-{mode}".rstrip("-")
     budget = arguments.budget or (QUICK_SECONDS if quick else float("inf"))
     bench = Bench(folder.absolute(), mode, time.monotonic() + budget, results)
+    (bench.folder / "facts.json").unlink(missing_ok=True)
     with processes.stoppable():
         if not bench.facts()["gpu"] and mode != "toy":
             print("error: torch sees no CUDA device; --toy takes tiny shapes", file=sys.stderr)
@@ -151,6 +152,7 @@ class Bench:
         for name in names:
             wrong = self.wrong_gradients()
             run = RUNS.get(name)
+            row: dict[str, Any]
             if run and run.level in wrong:
                 row = {"failed": f"not run, since gradients are wrong: {wrong[run.level]}"}
             elif self.deadline - time.monotonic() < LEAST:
@@ -164,7 +166,8 @@ class Bench:
             if "failed" in row:
                 missing.append(name)
                 print(f"{name}: FAILED: {row['failed']}", flush=True)
-            self.write(f"rows/{name}", {**row, "date": time.strftime("%Y-%m-%d")})
+            row |= {"date": time.strftime("%Y-%m-%d"), "facts": self.facts()}
+            self.write(f"rows/{name}", row)
             self.report()
         print((self.folder / "gpu.md").read_text() if len(missing) < len(names) else "")
         return int(bool(missing))
@@ -179,15 +182,15 @@ class Bench:
             return row if code == 0 else {**row, "failed": cut}
         if name == "tests":
             failed = [line for line in log if line.startswith(("FAILED", "ERROR"))]
-            row = {"lines": [log[-1].strip("= ") if log else cut, *failed]}
+            row = {"lines": [reason(log[-1:]).strip("= "), *failed]}
             return row if code == 0 else {**row, "failed": cut}
         if code != 0:
             return {"failed": cut}
         rows = json.loads(log[-1])
         wrong = problems(rows) if name == "gradients" and self.mode != "dry" else {}
         lines = [f"{row['what']}: {row['value']:,.1f} {row['unit']}" for row in rows]
-        failed = {"failed": "; ".join(wrong.values()), "wrong": wrong} if wrong else {}
-        return {"lines": lines, **failed}
+        failures = {"failed": "; ".join(wrong.values()), "wrong": wrong} if wrong else {}
+        return {"lines": lines, **failures}
 
     def call(self, name: str, command: Sequence[str]) -> int | None:
         """Run a command with its output in a log; its exit code, None where the budget ended it."""
@@ -209,7 +212,7 @@ class Bench:
             return None
 
     def facts(self) -> dict[str, Any]:
-        """Return what the device is, asked once by a process of its own."""
+        """Return what the device is, asked once a call by a process of its own."""
         path = self.folder / "facts.json"
         if not path.exists():
             probe = [sys.executable, "benchmarks/gpu_probe.py", "facts"]
@@ -219,9 +222,10 @@ class Bench:
         return found
 
     def rows(self) -> dict[str, Any]:
-        """Return the rows that exist, in order."""
+        """Return the rows that exist, in order, but those of another device or other versions."""
         paths = {name: self.folder / "rows" / f"{name}.json" for name in ROWS}
-        return {n: json.loads(path.read_text()) for n, path in paths.items() if path.exists()}
+        found = {n: json.loads(path.read_text()) for n, path in paths.items() if path.exists()}
+        return {name: row for name, row in found.items() if row.get("facts") == self.facts()}
 
     def wrong_gradients(self) -> dict[str, str]:
         """Return the levels whose gradients are wrong, each with what is wrong."""

@@ -27,6 +27,7 @@ GROUPS = {
         "TrainStep StepResult PlainRunner FiniteGuard BadStepError ReplicationFactors Batch "
         "to_device validate"
     ),
+    "Text": "generate",
     "Callbacks": "Callback RunEnd",
     "Checkpoints": "Checkpointer LoadedState",
     "Models": "ModelSpec Init Size Cost",

@@ -308,7 +308,7 @@ def test_the_code_of_the_page_is_that_of_the_examples() -> None:
     }
     for name, code in shown:
         source = (ROOT / name).read_text(encoding="utf-8")
-        for piece in code.split("# …\n"):
+        for piece in re.split(r" *# …\n", code):
             assert piece.strip("\n") in source, f"{name}: {piece.splitlines()[0]}"
 
 

@@ -39,8 +39,8 @@ else:
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = PROJECT["optional-dependencies"]
-#: Extras for work on titanlite itself, which none of its commands asks for.
-FOR_DEVELOPERS = {"dev", "docs"}
+#: Extras that none of its commands asks for.
+FOR_DEVELOPERS = {"dev", "docs", "notebook"}
 #: Packages that others bring: torch, datasets, tensorboard.
 BROUGHT = {"fsspec", "pyarrow", "google"}
 #: Packages that type checkers alone read. torch brings them.

@@ -50,6 +50,7 @@ apply_fsdp(model, groups, mesh, *param_dtype=, *reduce_dtype=, *reshard_after_fo
 apply_tp(model, plan, mesh, shard_logits=)
 build(run, world, datasets=, watchdog=, callbacks=)
 check_ranks(world, *config=, *texts=, *folder=, *needs_folder=)
+generate(checkpoint, prompt, *chat=, *max_tokens=, *temperature=, *top_k=, *top_p=, *seed=, *device=, *dtype=, *tokenizer=, *ema=, *trust_code=)
 groups_by_class(model, names)
 load_config(path, world_size, flags=)
 read_datasets(run, share=)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.callbacks import RunEnd as RunEnd
     from titanlite.checkpoint.loaded import LoadedState as LoadedState
     from titanlite.checkpoint.manager import Checkpointer as Checkpointer
+    from titanlite.cli.sample import generate as generate
     from titanlite.config.model_sections import Optimizer as Optimizer
     from titanlite.config.sections import ActivationCheckpoint as ActivationCheckpoint
     from titanlite.config.sections import Checkpoint as Checkpoint
@@ -60,6 +61,7 @@ _PUBLIC = {
     "callbacks": ["Callback", "RunEnd"],
     "checkpoint.loaded": ["LoadedState"],
     "checkpoint.manager": ["Checkpointer"],
+    "cli.sample": ["generate"],
     "config.model_sections": ["Optimizer"],
     "config.sections": ["ActivationCheckpoint", "Checkpoint"],
     "data.loader": ["Batch", "to_device"],

@@ -42,9 +42,10 @@ def test_urls_that_cannot_work_are_refused_with_the_config(monkeypatch: pytest.M
 
     assert refused("s3://bucket/run", "s3://bucket/other") == ""
     assert refused("file:///tmp/x") == ""
+    assert to_path("file:///tmp/a%20b") == Path("/tmp/a b")
     assert "memory of one process" in refused("memory://run")
     assert "names no bucket" in refused("s3://")
-    for url in ("s33://bucket/run", "ftp://host/run", "sftp://host/run", "zip://run"):
+    for url in ("s33://bucket/run", "zip://run"):
         assert f'"{url}" is of no kind of store that is known here' in refused(url)
         # A command without a config.
         with pytest.raises(StoreError, match=":// is no kind of store"):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import signal
+import subprocess
 import sys
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -17,9 +20,11 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from tests.support.checkpoints import write_weights
 from tests.support.golden_run import GoldenRun
 from tests.support.hf import hf_folder
-from titanlite import exit_codes
+from tests.support.processes import environment
+from titanlite import exit_codes, generate
 from titanlite.cli.hub.export_weights import open_source
 from titanlite.cli.main import main
+from titanlite.data import DataError
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, load_tokenizer
 from titanlite.models import get_spec
 from titanlite.models.args import as_record
@@ -85,6 +90,89 @@ def test_chat_renders_the_template_and_ends_with_the_turn(
     assert (one["ids"], one["text"], one["finish"]) == ([first], "", "stop")
 
 
+def _their_dialogue(hf: Path, lines: list[str], max_tokens: int, limit: int) -> list[str]:
+    """The greedy answers of `transformers`, each to its template of what was said before."""
+    model = LlamaForCausalLM.from_pretrained(hf).eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(hf)
+    stop_ids = [*load_tokenizer(str(hf)).stop_ids, model.generation_config.eos_token_id]
+    messages: list[dict[str, str]] = []
+    answers = []
+    for line in lines:
+        messages.append({"role": "user", "content": line})
+        while True:
+            ids = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=False
+            )
+            if ids.size(1) + max_tokens <= limit:
+                break
+            del messages[:2]
+        found = model.generate(
+            ids,
+            do_sample=False,
+            max_new_tokens=max_tokens,
+            eos_token_id=stop_ids,
+            pad_token_id=0,
+        )
+        new = found[0, ids.size(1) :].tolist()
+        answers.append(tokenizer.decode(new[: len(new) - (new[-1] in stop_ids)]))
+        messages.append({"role": "assistant", "content": answers[-1].strip()})
+    return answers
+
+
+def test_a_dialogue_keeps_what_was_said_and_drops_the_oldest_turns(
+    hf: Path, sample: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["Hello", "And you?", "Why?", "Who is it?"]
+    text = "\n".join([*lines[:2], "", "word " * 100, *lines[2:]])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    out, err = sample(hf, "--chat", "--temperature=0", "--max-tokens=8")
+    assert out.split("\n") == [*_their_dialogue(hf, lines, 8, 96), ""]
+    assert err.count("error: this message has ") == 1
+    assert "the model's context is 96: shorten it" in err
+    assert "the context no longer holds the oldest 1 turn" in err
+    assert err.count("the answer was cut: --max-tokens 8") == 3
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_answer_and_the_end_of_input_the_dialogue(hf: Path, tmp_path: Path) -> None:
+    """A checkpoint behind a pipe: an answer comes token by token."""
+    source = open_source(hf)
+    args = replace(source.args, max_seq_len=8192)
+    model = get_spec(source.family).build(args)
+    model.load_state_dict({name: source.read(name) for name in source.empty})
+    about = {"model": as_record(source.family, args), "tokenizer": {"path": str(hf)}}
+    step = write_weights(tmp_path, model, about)
+    words = ["-m", "titanlite", "sample", str(step), "--chat", "--max-tokens=8000", "--device=cpu"]
+    with subprocess.Popen(
+        [sys.executable, *words, "--context=8192"],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        bufsize=0,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for _ in range(2):
+            process.stdin.write(b"Hello\n")
+            assert process.stdout.read(1), "the answer begins while it is written"
+            process.send_signal(signal.SIGINT)
+            while process.stdout.read(1) != b"\n":
+                pass
+        process.stdin.close()
+        assert process.wait(60) == 0
+
+
+def test_python_gets_the_text_of_the_command(hf: Path, sample: Any) -> None:
+    options = {"max_tokens": 9, "top_k": 40, "top_p": 0.9, "temperature": 0.8, "seed": 5}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    for more in ({}, {"chat": True}):
+        (one,) = sample(hf, "Once upon", "--json", *words, *["--chat" for _ in more])["samples"]
+        assert generate(hf, "Once upon", device="cpu", **options, **more) == one["text"]  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="expected max-tokens >= 1, temperature >= 0"):
+        generate(hf, "x", temperature=float("nan"))
+
+
 @pytest.mark.slow
 def test_prompts_of_a_run_are_drawn_by_the_seed(
     golden: GoldenRun, sample: Any, monkeypatch: pytest.MonkeyPatch
@@ -99,6 +187,9 @@ def test_prompts_of_a_run_are_drawn_by_the_seed(
     assert sample(golden.folder, *prompts, *words, "--seed=1")["samples"] != found["samples"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("0 and\n"))
     assert sample(golden.folder, *words)["samples"] == found["samples"][:1]
+    place = str(golden.folder / "checkpoint")
+    text = generate(place, "0 and", max_tokens=7, top_k=40, top_p=0.9, device="cpu")
+    assert text == found["samples"][0]["text"]
     said = sample(golden.folder, "One", "--dtype=bfloat16", "--max-tokens=2")[1]
     assert said.count("bfloat16 on cpu") == 1
 
@@ -132,10 +223,9 @@ def test_what_cannot_be_sampled_is_refused(
             "another tokenizer",
         ),
         ([golden.folder, "x", long], exit_codes.CONFIG, "prompt 2 has"),
-        ([golden.folder, "x", "--chat"], exit_codes.CONFIG, "data.chat_template: the tokenizer"),
+        ([golden.folder, "--chat"], exit_codes.CONFIG, "data.chat_template: the tokenizer"),
         ([golden.folder, "x", "--training.steps=3"], exit_codes.CONFIG, "takes no --section.key"),
     ):
         assert message in sample(*words, code=code)[1]
     for option in ("--top-p=1.5", "--temperature=-1", "--max-tokens=0", "--temperature=nan"):
-        with pytest.raises(SystemExit):
-            sample(hf, "x", option)
+        assert "error: expected max-tokens >= 1, " in sample(hf, "x", option, code=2)[1]

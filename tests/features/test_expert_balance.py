@@ -186,8 +186,8 @@ def test_each_way_evens_out_an_uneven_load_and_nothing_else_does(
         shares[way], losses[way] = (
             sum(row[name] for row in rows) / 5 for name in ("experts/max_share", "loss")
         )
-    assert shares.pop("aux_loss=0") > 0.4
-    assert max(shares.values()) < 0.28
+    assert shares.pop("aux_loss=0") > 0.38
+    assert max(shares.values()) < 0.31
     assert max(losses.values()) < min(losses.values()) + 0.2
 
 

@@ -8,17 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from tests.launch.test_kubernetes import fits
 from tests.support.processes import ROOT, python
+from titanlite import exit_codes
 from titanlite.cli import main as cli
 from titanlite.config.load import load_file
-from titanlite.plan.hardware import cluster_of, ranks_of
+from titanlite.plan.hardware import cluster_of, find_instance, ranks_of
 from titanlite.plan.parts import GIB
 from titanlite.plan.plan import make_plan
 from titanlite.resolve.load import check_config
 
 PAGE = (ROOT / "docs" / "from-aws-fsdp.md").read_text()
 FOLDER = ROOT / "train_configs" / "platforms"
+#: The page's TOML files: the job on EKS, and the array of the text.
+FILES = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
 #: The text's minimum platforms: model, number of machines, type.
 PLATFORMS = {
     "llama3_1_8b_g6e": ("Llama 3.1 8B", 1, "g6e.12xlarge"),
@@ -103,6 +108,59 @@ def test_a_job_of_the_page_has_the_nodes_and_gpus(
     assert ("export FI_PROVIDER=efa" in script) == (nodes > 1)
 
 
+MODELS = [f"{model}.toml" for model in ("llama3_1_8b", "llama2_7b", "mathstral_7b", "mixtral_8x7b")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [*MODELS, *(f"platforms/{name}.toml" for name in PLATFORMS if name != "llama2_70b_p5")],
+)
+def test_the_job_of_each_model_on_eks_is_as_the_operator_has_it(
+    config: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("kubeflow.training")
+    monkeypatch.setenv("REGISTRY", "1.dkr.ecr.us-west-1.amazonaws.com/")
+    file = tmp_path / "job.toml"
+    text = FILES[0].replace("llama3_1_8b.toml", config)
+    nodes, instance = 4, "p5.48xlarge"
+    if config not in MODELS:
+        _, nodes, instance = PLATFORMS[Path(config).stem]
+        text = re.sub(r"^(nodes|instance_type) = .*\n", "", text, flags=re.MULTILINE)
+    file.write_text(text)
+    assert cli.main(["launch", "kubernetes", str(file), "--dry-run"]) == 0
+    manifest = capsys.readouterr().out
+    _, job = yaml.safe_load_all(manifest)
+    assert fits(manifest)
+    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    pod = worker["template"]["spec"]
+    (container,) = pod["containers"]
+    machine = find_instance(instance)
+    limits = {"nvidia.com/gpu": str(machine.gpus)}
+    if nodes > 1:
+        limits["vpc.amazonaws.com/efa"] = str(machine.efa)
+    assert (worker["replicas"], container["resources"]["limits"]) == (nodes, limits)
+    assert pod["nodeSelector"] == {"node.kubernetes.io/instance-type": instance}
+    assert container["image"] == "1.dkr.ecr.us-west-1.amazonaws.com/fsdp:titanlite"
+    mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
+    volumes = {one["name"]: one for one in pod["volumes"]}
+    assert volumes[mounts["/local"]]["hostPath"] == {"path": "/mnt/k8s-disks/0"}
+    assert volumes[mounts["/fsx"]]["persistentVolumeClaim"] == {"claimName": "fsx-claim"}
+
+
+def test_the_folder_of_a_run_is_not_on_a_path_of_the_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("REGISTRY", "r/")
+    file = tmp_path / "job.toml"
+    file.write_text(FILES[0].replace("/fsx/runs", "/local/runs"))
+    assert cli.main(["launch", "kubernetes", str(file), "--dry-run"]) == exit_codes.CONFIG
+    assert "'/local/runs/8b' is not on a volume of the pods (/fsx)" in capsys.readouterr().err
+
+
 #: The array TRAINING_ARGS as the text prints it, but for the sizes of the model, which are the
 #: flavor's, and `--max_context_width`, which its loader passes over.
 ARGUMENTS = {
@@ -119,9 +177,8 @@ ARGUMENTS = {
 
 
 def test_the_array_of_the_text_is_the_file_of_the_page(tmp_path: Path) -> None:
-    (text,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     file = tmp_path / "8b.toml"
-    file.write_text(text)
+    file.write_text(FILES[1])
     config, run = check_config([f"--job.config_file={file}"], 16, training=False)
     for key, value in ARGUMENTS.values():
         assert config.value(key) == value, key

@@ -114,11 +114,14 @@ def test_every_field_is_one_of_the_operator(kind: str) -> None:
     assert fits(text)
     assert "activeDeadlineSeconds: 216000" in text
     assert text.count('namespace: "ml"') == text.count("\nkind: ")
+    # The job and its pods; a TrainJob also has a job set.
+    marked = [one for one in _values(text, "metadata") if one.get("labels", {}).get("a/b")]
+    assert len(marked) == {"PyTorchJob": 2, "TrainJob": 3}[kind]
+    assert all(one["annotations"] == {"a/c": "a: {} rack"} for one in marked)
+    assert any("kueue.x-k8s.io/queue-name" in one["labels"] for one in marked)
     # Versions before 2.2 of the trainer have no such field of the job, but of its job set.
-    assert (
-        kind != "TrainJob"
-        or "activeDeadlineSeconds" not in list(yaml.safe_load_all(text))[2]["spec"]
-    )
+    *_, job = yaml.safe_load_all(text)
+    assert kind == "PyTorchJob" or "activeDeadlineSeconds" not in job["spec"]
     # A misspelt field and a wrong type, near the root and deep in the pod.
     for right, wrong in [
         ("volumeMounts:", "volumeMount:"),
@@ -201,26 +204,6 @@ def test_pods_ask_for_what_the_machines_have(flags: list[str], resources: Any, s
     assert "FI_PROVIDER" not in names
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_labels_and_annotations_reach_the_job_its_job_set_and_its_pods(kind: str) -> None:
-    label = "kueue.x-k8s.io/priority-class"
-    note = "alpha.jobset.sigs.k8s.io/exclusive-topology"
-    text = render(
-        "llama3_1_8b",
-        f"--launch.kind={kind}",
-        "--launch.queue=team",
-        f'--launch.labels={{"{label}" = "high"}}',
-        f'--launch.annotations={{"{note}" = "a: {{}} rack"}}',
-    )
-    found = _values(text, "metadata")
-    (job,) = [one for one in found if one.get("labels", {}).get("kueue.x-k8s.io/queue-name")]
-    marked = [one for one in found if one.get("labels", {}).get(label) == "high"]
-    assert job in marked
-    assert all(one["annotations"] == {note: "a: {} rack"} for one in marked)
-    # The job and its pods; a TrainJob also has a job set.
-    assert len(marked) == {"PyTorchJob": 2, "TrainJob": 3}[kind]
-
-
 def test_two_run_folders_have_two_jobs_and_one_node_needs_no_efa() -> None:
     flags = ["--launch.nodes=1"]
     texts = [render("llama3_1_8b", *flags, f"--job.dump_folder=/fsx/{one}/on") for one in "ab"]
@@ -262,7 +245,10 @@ def test_starts_without_a_new_step_end_the_job(tmp_path: Path) -> None:
             "variable NOT_THERE",
         ),
         (["--launch.environment.WANDB_API_KEY=1"], "--from-literal=WANDB_API_KEY=…"),
-        (['--launch.volumes={"fsx" = "fsx"}'], "is not a claim and a folder"),
+        (
+            ['--launch.volumes={"fsx" = "fsx"}'],
+            "is not a claim, or a path of the nodes, and a folder",
+        ),
         (['--launch.labels={"kueue.x-k8s.io/queue-name" = "q"}'], "set launch.queue"),
         (["--launch.shm_size=16GB"], "launch.shm_size"),
         (["--launch.memory_request=1\n2"], "launch.memory_request"),

@@ -63,6 +63,8 @@ LATENT: dict[str, Any] = {
 #: Everything that a family can do is on.
 MODELS: dict[str, tuple[str, LlamaArgs]] = {
     "llama": ("llama3", LlamaArgs(**SMALL)),
+    "deepseek_v3": ("deepseek_v3", DeepSeekV3Args(**LATENT)),
+    "gpt_oss": ("gpt_oss", GptOssArgs(**SMALL, **EXPERTS, head_dim=16, window=12)),
     "mistral": ("mistral", MistralArgs(**SMALL, window=12)),
     "mixtral": ("mixtral", MixtralArgs(**SMALL, **EXPERTS)),
     "qwen3": ("qwen3", Qwen3Args(**SMALL, head_dim=16)),
@@ -84,12 +86,10 @@ MODELS: dict[str, tuple[str, LlamaArgs]] = {
             tied=True,
         ),
     ),
-    "deepseek_v3": ("deepseek_v3", DeepSeekV3Args(**LATENT)),
     "deepseek_v2": (
         "deepseek_v3",
         DeepSeekV3Args(**LATENT, score="softmax", norm_topk=False, group_best=1, bias_update=0.0),
     ),
-    "gpt_oss": ("gpt_oss", GptOssArgs(**SMALL, **EXPERTS, head_dim=16, window=12)),
     "llama4_text": (
         "llama4",
         Llama4Args(
@@ -327,7 +327,7 @@ def judge(kind: str, config: Mapping[str, Any], name: str) -> str:
     return "" if error < 1e-5 else f"logits differ by {error:.1e} of their norm"
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_entry_of_config_json_is_honoured_or_refused_by_its_name(kind: str) -> None:
     config = written(kind)

@@ -39,20 +39,6 @@ def _all(*calls: Callable[[], object]) -> None:
         thread.join()
 
 
-def test_ranks_that_are_all_there_share_what_rank_0_has_and_go_on_at_once() -> None:
-    stores = _register(3, 0, 1, 2)
-    found: list[int] = []
-
-    def start(rank: int) -> None:
-        found.append(share_from_rank_0(stores[rank], rank, 3, "number", lambda: 7 + rank, 900))
-        barrier(stores[rank], rank, 3, 900, 900)
-
-    began = time.monotonic()
-    _all(*(partial(start, rank) for rank in range(3)))
-    assert found == [7, 7, 7]
-    assert time.monotonic() - began < 300
-
-
 def test_missing_ranks_are_named_and_a_busy_one_gets_more_time() -> None:
     with pytest.raises(RendezvousError) as error:
         barrier(_register(4, 0, 2)[0], 0, 4, patience=900, limit=0.3)

@@ -147,6 +147,8 @@ def test_wrong_gradients_are_told_and_their_form_is_not_measured(
     text = bench.results.with_suffix(".md").read_text()
     assert "| bf16 | 5,500 | 5,000 | 6,000 | – | 5 | 0 | 3 | 6 of 12 |" in text
     assert json.loads(bench.results.with_suffix(".json").read_text())["rows"]["bf16"] == bf16
+    bench.write("facts", {**FACTS, "device": "H100"})
+    assert bench.rows() == {}
 
 
 @pytest.mark.slow

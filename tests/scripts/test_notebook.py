@@ -1,7 +1,8 @@
-"""examples/first_run.ipynb: kept without outputs, and a small run of all its cells."""
+"""examples/first_run.ipynb: kept without outputs, public names alone, a small run of all cells."""
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import Any
 
 import pytest
 
+import titanlite
 from tests.support.processes import ROOT, environment
 
 NOTEBOOK = ROOT / "examples" / "first_run.ipynb"
 BATCH = '"--training.batch_size=8"'
 SMALLER = {
     "STEPS = 150": "STEPS = 6",
-    'BUNDLED["c4_test"]': 'BUNDLED["c4_validation"]',
+    'read("train")': 'read("validation")',
     BATCH: f'{BATCH}, "--model.overrides.n_layers=2", "--validation.steps=2"',
 }
 
@@ -31,15 +33,27 @@ def test_the_notebook_is_kept_without_outputs() -> None:
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
 
 
+def test_the_notebook_imports_public_names_alone() -> None:
+    code = "\n".join("".join(cell["source"]) for cell in read_cells() if "outputs" in cell)
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            assert not any(alias.name.startswith("titanlite") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module.startswith("titanlite"):
+            assert node.module == "titanlite"
+            assert {alias.name for alias in node.names} <= set(titanlite.__all__)
+
+
 @pytest.mark.slow
 def test_all_cells_run_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
+    pytest.importorskip("matplotlib")
     examples = tmp_path / "examples"
     examples.mkdir()
     shutil.copy(ROOT / "examples" / "own_tokenizer.py", examples)
-    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    for folder in ("benchmarks", "titanlite"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     # The kernel's own files stay out of the home folder.
@@ -52,15 +66,11 @@ def test_all_cells_run_in_one_process(tmp_path: Path, monkeypatch: pytest.Monkey
     place = {"metadata": {"path": str(examples)}}
     nbclient.NotebookClient(notebook, timeout=600, resources=place).execute()
 
-    shown = "".join(
-        output.get("text", "")
-        for cell in notebook.cells
-        if cell.cell_type == "code"
-        for output in cell.outputs
-    )
+    outputs = [one for cell in notebook.cells for one in cell.get("outputs", [])]
+    shown = "".join(one.get("text", "") for one in outputs)
     assert "training done at step 6" in shown
     assert "nats per token of held-out text" in shown
     run = tmp_path / "outputs" / "first_run" / "run"
     assert (run / "checkpoint" / "step-6").is_dir()
-    # `titanlite sample` in the last cell ended well.
-    assert notebook.cells[-1].outputs[-1]["data"]["text/plain"] == "0"
+    assert sum("image/png" in one.get("data", {}) for one in outputs) == 1
+    assert "It was a" in notebook.cells[-1].outputs[-1]["text"]

@@ -142,7 +142,7 @@ GONE = {
     "push --step": "name the checkpoint, as RUN/checkpoint/step-N",
     "runs --compare": "docs/runs.md has a script that puts runs side by side",
     "runs --out": "TensorBoard overlays the curves of runs",
-    "sample --batch-size": "the texts of a command are sampled together",
+    "sample --batch-size": "the texts of a command are sampled one after the other",
     "sample --chat-template": "set data.chat_template, or put chat_template.jinja by the tokenizer",
     "sample --greedy": "--temperature 0 takes the likeliest token",
     "sample --prompt-file": "`xargs -d '\\n' -a FILE titanlite sample CHECKPOINT` takes its lines",

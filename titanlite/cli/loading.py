@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -23,13 +23,14 @@ from titanlite.config.errors import bad_flag
 from titanlite.config.toml import loads
 from titanlite.data import DataError
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.utils import human_count, human_time, parse_json
+from titanlite.utils import human_count, parse_json
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from titanlite.cli.hub.export_weights import Source
+    from titanlite.models.generate import Sampling
 
 CHECKPOINT = (
     "a run, its folder of checkpoints (the newest valid one), one step-N, or a Hugging Face folder"
@@ -55,8 +56,38 @@ class LoadedModel:
     #: `data.template_date` of the run; of weights without one today.
     template_date: str | None
     stop_ids: frozenset[int]
-    #: For people: model, precision, device, load time.
+    #: For people: model, precision, device.
     summary: str
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], where: str) -> list[int]:
+        """Return the ids up to the assistant's next message. Raises DataError."""
+        from titanlite.data.chat import encode_chat, load_template
+
+        template = load_template(self.chat_template, self.tokenizer, day=self.template_date)
+        ids: list[int] = encode_chat(template.prompt(messages, where), self.tokenizer)[0].tolist()
+        return ids
+
+    def write(
+        self, prompt: Sequence[int], max_tokens: int, sampling: Sampling, number: int
+    ) -> Iterator[tuple[list[int], str]]:
+        """Yield all new ids and their text after each token."""
+        from titanlite.models.generate import generate_ids, text_after
+
+        ids: list[int] = []
+        for token in generate_ids(
+            self.model,
+            prompt,
+            max_tokens=max_tokens,
+            limit=self.limit,
+            sampling=sampling,
+            stop_ids=self.stop_ids,
+            head=self.head,
+            vocab=self.tokenizer.vocab_size,
+            number=number,
+        ):
+            ids.append(token)
+            shown = [one for one in ids if one not in self.stop_ids]
+            yield ids, text_after(self.tokenizer, prompt, shown)
 
 
 def add_arguments(parser: Parser) -> None:
@@ -94,7 +125,6 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
     from titanlite.models import get_spec
 
     setup_console(0, None, sys.stderr)  # standard output has the result alone
-    started = time.perf_counter()
     device = choose_device(arguments.device)
     dtype = getattr(torch, arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     path = to_path(arguments.checkpoint)
@@ -120,11 +150,7 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
         more = parse_json(generation.read_bytes()).get("eos_token_id")
         stop_ids |= {more} if isinstance(more, int) else set(more or [])
     size = human_count(sum(parameter.numel() for parameter in model.parameters()))
-    seconds = human_time(time.perf_counter() - started)
     step = f", step {source.step}" if source.step else ""
-    step += ", averaged" * arguments.ema
-    if source.adapters is not None:
-        step += f", with adapters of rank {source.adapters.adapters.rank}"
     return LoadedModel(
         path=str(source.path),
         step=source.step,
@@ -137,7 +163,7 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
         template_date=data.get("template_date"),
         stop_ids=frozenset(stop_ids),
         summary=f"{source.path}: {source.family}{step}, {size} parameters in {str(dtype)[6:]} on "
-        f"{device}, context {args.max_seq_len:,} tokens, loaded in {seconds}",
+        f"{device}, context {args.max_seq_len:,} tokens",
     )
 
 

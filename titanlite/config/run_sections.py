@@ -178,6 +178,15 @@ class Guard(Section, frozen=True):
     """Steps of history for max_skips and spike_sigmas."""
 
 
+class Sdc(Section, frozen=True):
+    """Find silent data corruption: devices, links or memory that compute wrong without an error."""
+
+    freq: Natural = 0
+    """Run the forward and backward pass of every freq-th step twice, and of the first of a start.
+    Bits that differ end the run, or take it back (guard.policy = "rollback"). 0: never.
+    """
+
+
 class Stall(Section, frozen=True):
     """A watchdog over ranks that stop making progress."""
 
@@ -227,8 +236,8 @@ class Launch(Section, frozen=True):
     namespace: str = ""
     """Kubernetes: namespace of the job. Empty: that of kubectl."""
     volumes: dict[str, str] = {}
-    """Kubernetes: table of persistent volume claims and the folders at which pods mount them. One
-    must hold job.dump_folder.
+    """Kubernetes: table of persistent volume claims, or paths of the nodes, and the folders at
+    which pods mount them. A claim must hold job.dump_folder.
     """
     cpu_request: Annotated[str, Meta(pattern=r"^(\d+(\.\d+)?|\d+m)?$")] = ""
     """Kubernetes: CPUs that each pod asks for, as 90 or 500m. Empty: two for each rank, or one

@@ -95,7 +95,8 @@ def files(job: Job) -> dict[str, str]:
         "annotations": launch.annotations,
         "deadline": limit_seconds(launch.time_limit),
         "volumes": [
-            (claim.replace(".", "-"), claim, path) for claim, path in launch.volumes.items()
+            (f"host-{number}" if source[0] == "/" else source.replace(".", "-"), source, path)
+            for number, (source, path) in enumerate(launch.volumes.items())
         ],
         "config_folder": _CONFIG_FOLDER,
         "config_file": CONFIG,
@@ -142,9 +143,9 @@ def _problems(job: Job) -> Iterator[Problem]:
     if not launch.image:
         hint = "name the image that deploy/Dockerfile makes, in a registry of the cluster"
         found.append(("launch.image", "a pod needs a container image", hint))
-    for claim, path in launch.volumes.items():
-        if path[:1] != "/" or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim):
-            message = f"{claim!r} = {path!r} is not a claim and a folder"
+    for source, path in launch.volumes.items():
+        if path[:1] != "/" or not re.fullmatch(r"/.*|[a-z0-9]([-a-z0-9.]*[a-z0-9])?", source):
+            message = f"{source!r} = {path!r} is not a claim, or a path of the nodes, and a folder"
             found.append(("launch.volumes", message, 'as in {"fsx-claim" = "/fsx"}'))
     for key, message, hint in (*found, *_unmounted(job, str(values["checkpoint.folder"]))):
         yield Problem("does-not-fit", key, message, hint)
@@ -168,7 +169,8 @@ def _values_of_others(job: Job, values: dict[str, Any]) -> Iterator[tuple[str, s
 
 
 def _unmounted(job: Job, checkpoints: str) -> Iterator[tuple[str, str, str]]:
-    paths = list(job.launch.volumes.values())
+    # A path of a node ends with it, and other nodes do not see it.
+    paths = [path for source, path in job.launch.volumes.items() if source[0] != "/"]
     folder = job.run.job.dump_folder
     folders = {"job.dump_folder": folder}
     variables = job.launch.environment

@@ -1,10 +1,9 @@
 """Text from a model, token by token: each pass takes all tokens.
 
-    for ids in generate(model, [[1, 5, 7], [1, 9]], max_tokens=64, limit=2048,
-        sampling=Sampling(temperature=0.8)):
-        ...                             # [next id of row 0, of row 1]; None: that row has ended
+    for token in generate_ids(model, [1, 5, 7], max_tokens=64, limit=2048, …):
+        ...
 
-`titanlite sample` uses it.
+`titanlite sample` and `titanlite.generate` use it.
 """
 
 from __future__ import annotations
@@ -51,86 +50,63 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 @torch.no_grad()
-def generate(  # noqa: PLR0913
+def generate_ids(  # noqa: PLR0913
     model: nn.Module,
-    prompts: Sequence[Sequence[int]],
+    prompt: Sequence[int],
     *,
     max_tokens: int,
     limit: int,
-    sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
-    stop_ids: Collection[int] = (),
-    head: str = "output",
-    vocab: int | None = None,
-    first_row: int = 0,
-) -> Iterator[list[int | None]]:
-    """Yield the next id of every row, None for a row that has ended, until all have.
+    sampling: Sampling,
+    stop_ids: Collection[int],
+    head: str,
+    vocab: int | None,
+    number: int,
+) -> Iterator[int]:
+    """Yield new ids after a prompt, at most `max_tokens`.
 
-    A row ends after an id of `stop_ids`, after `max_tokens`, or when it has `limit` tokens with its
-    prompt. Each row draws from its own generator, seeded by the seed and the row's number.
+    The last is one of `stop_ids`, or the text has `limit` tokens with its prompt.
 
-    prompts: ids of each row, at least one and fewer than limit. head: the linear for logits, for
-    the last token of each row. vocab: ids to draw from, where the vocabulary is padded.
+    model: in evaluation mode. prompt: at least one id and fewer than limit. head: the linear for
+    logits. vocab: ids to draw from, where the vocabulary is padded. number: seeds the
+    draws, too.
     """
-    rows = [[*prompt] for prompt in prompts]
-    numbers = range(first_row, first_row + len(rows))
-    draws = [np.random.default_rng([sampling.seed, number]) for number in numbers]
-    is_alive = [True] * len(rows)
-    was_training = model.training
-    model.eval()
-    try:
-        for _ in range(max_tokens):
-            found = _draw(_last_logits(model, head, rows)[:, :vocab], sampling, draws)
-            new: list[int | None] = [None] * len(rows)
-            for index, one in enumerate(found):
-                if is_alive[index]:
-                    new[index] = one
-                    rows[index].append(one)
-                    is_alive[index] = one not in stop_ids and len(rows[index]) < limit
-            yield new
-            if not any(is_alive):
-                return
-    finally:
-        model.train(was_training)
-
-
-def _last_logits(model: nn.Module, head: str, rows: Sequence[Sequence[int]]) -> Tensor:
-    """Return logits [rows, vocab] of each row's last token, which alone goes through the head."""
+    ids = [*prompt]
     device = next(model.parameters()).device
-    lengths = [len(row) for row in rows]
-    # Padding on the right is never attended to.
-    tokens = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
-    for padded, row in zip(tokens, rows, strict=True):
-        padded[: len(row)] = torch.tensor(row)
-    last = torch.arange(len(rows), device=device), torch.tensor(lengths, device=device) - 1
+    draws = np.random.default_rng([sampling.seed, number])
+    for _ in range(min(max_tokens, limit - len(prompt))):
+        logits = _last_logits(model, head, torch.tensor([ids], device=device))[:vocab]
+        ids.append(_draw(logits, sampling, draws))
+        yield ids[-1]
+        if ids[-1] in stop_ids:
+            return
+
+
+def _last_logits(model: nn.Module, head: str, tokens: Tensor) -> Tensor:
+    """Return logits [vocab] of the last of tokens [1, seq]; it alone goes through the head."""
 
     def pick(module: nn.Module, args: tuple[Any, ...]) -> Any:
-        return (args[0][last].unsqueeze(1), *args[1:])
+        return (args[0][:, -1:], *args[1:])
 
     # A model with another head gives the logits of all tokens.
-    module = dict(model.named_modules()).get(head)
-    handle = None if module is None else module.register_forward_pre_hook(pick)
+    module = dict(model.named_modules()).get(head, nn.Identity())
+    handle = module.register_forward_pre_hook(pick)
     try:
         # Each length would be compiled again.
         with torch.compiler.set_stance("force_eager"):
-            logits: Tensor = model(tokens.to(device))
+            logits: Tensor = model(tokens)
     finally:
-        if handle is not None:
-            handle.remove()
-    return logits[last] if handle is None else logits[:, 0]
+        handle.remove()
+    return logits[0, -1]
 
 
-def _draw(logits: Tensor, sampling: Sampling, draws: Sequence[np.random.Generator]) -> list[int]:
-    """Return an id for each row of logits [rows, vocab]."""
+def _draw(logits: Tensor, sampling: Sampling, draws: np.random.Generator) -> int:
+    """Return an id for logits [vocab]."""
     if sampling.temperature == 0:
-        found = logits.argmax(-1)
-    else:
-        sums = probabilities(logits, sampling).double().cumsum(-1)
-        uniform = torch.tensor([[draw.random()] for draw in draws], dtype=torch.float64)
-        uniform = uniform.to(sums.device) * sums[:, -1:]
-        found = torch.searchsorted(sums, uniform, right=True).squeeze(1)
+        return int(logits.argmax())
+    sums = probabilities(logits, sampling).double().cumsum(-1)
+    found = int(torch.searchsorted(sums, sums[-1:] * draws.random(), right=True))
     # The last one of logits that are no numbers, too.
-    ids: list[int] = found.clamp(max=logits.size(-1) - 1).tolist()
-    return ids
+    return min(found, len(sums) - 1)
 
 
 def text_after(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:

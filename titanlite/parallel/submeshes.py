@@ -24,7 +24,6 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the ranks that shard each weight: [shard], or with replicas [replicate, shard].
 
     They include ranks that share a sequence, since these hold the same weights.
-    Raises ParallelismError for a mesh of other dimensions.
     """
     check_mesh(mesh)
     replicas = mesh["dp_replicate"].size() > 1
