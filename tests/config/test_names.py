@@ -88,8 +88,8 @@ def test_defaults_that_differ_from_torchtitans_are_named_where_their_feature_is_
         "[validation]\nenable = true\nseq_len = 64\n"
     )
     assert (
-        "unset, with titanlite's defaults: checkpoint.model_weights_only (there true), "
-        "validation.freq (there 10)"
+        "unset, with titanlite's defaults: checkpoint.model_weights_only = false (there "
+        "true), validation.freq = 100 (there 10)"
     ) in texts(written(tmp_path, text))
 
 

@@ -136,7 +136,7 @@ def _rows(config: LoadedConfig, run: RunConfig, why: str, style: Style) -> Itera
     schedule = run.schedule
     warmup = f"warm-up {counted(schedule.warmup_steps, schedule.unit)}"
     float8 = run.float8
-    precision = [run.training.mixed_precision_param]
+    precision: list[str] = [run.training.mixed_precision_param]
     if float8.enable_float8_linear:
         gathered = " gathered in float8" if float8.enable_fsdp_float8_all_gather else ""
         precision.append(f"float8 {float8.recipe_name}{gathered}")

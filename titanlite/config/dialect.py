@@ -77,10 +77,14 @@ def apply_later(layers: Layers, later: Entry | None) -> None:
         layers.put("job.dialect", "2026", source)
     taken = _put_missing(layers, LATER_DEFAULTS, source)
     if taken:
-        defaults = ", ".join(f"{key} = {quote(LATER_DEFAULTS[key])}" for key in taken)
-        layers.note(Weight.NUMBERS, f"{sign.place} {why}: later defaults {defaults}")
+        defaults = [
+            f"{name} = {quote(value)}"
+            for name, value in _TABLES["defaults"].items()
+            if key_of(name) in taken
+        ]
+        layers.note(Weight.NUMBERS, f"{sign.place} {why}: later defaults {', '.join(defaults)}")
     kept = [
-        f"{key} (there {quote(there)})"
+        f"{key} = {quote(keys()[key].default)} (there {quote(there)})"
         for key, (switch, there) in _TABLES["other_defaults"].items()
         if layers.get(switch) and key not in layers.values
     ]

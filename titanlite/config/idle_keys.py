@@ -79,11 +79,10 @@ def idle_keys(config: LoadedConfig) -> Iterator[Note]:
             others[_WEIGHTS.get(key.section, Weight.NUMBERS)].append(name)
     # A run in bf16 looks like one in float8: so this is a warning.
     if float8:
-        why = "float8.enable_float8_linear = false"
+        switch = "float8.enable_float8_linear"
+        why = f"{switch} = false"
         written = [config.source(name).written or name for name in float8]
-        if config.sections.job.dialect == "2026" and not config.is_given(
-            "float8.enable_float8_linear"
-        ):
+        if config.sections.job.dialect == "2026" and not config.is_given(switch):
             why = f"model.converters does not name {quote(written[0].rpartition('.')[0])}"
         text = f"float8 is disabled ({why}); these keys are ignored: {', '.join(written)}"
         yield Note(Weight.NUMBERS, text, warns=True)
