@@ -198,6 +198,7 @@ def test_a_dry_run_prints_the_job_and_writes_nothing(
         f"--job.dump_folder={tmp_path / 'run'}",
         "--launch.gpus_per_node=8",
         "--launch.nodes=2",
+        "--model.tokenizer_path=bundled",
     ]
     assert cli.main(["launch", "slurm", *flags, "--dry-run"]) == exit_codes.DONE
     said = capsys.readouterr()

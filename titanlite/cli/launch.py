@@ -151,8 +151,7 @@ def prepare(argv: list[str]) -> Job:
 def write(job: Job, files: Mapping[str, str]) -> None:
     """Write the job's files and config for their owner alone, as they may hold secrets.
 
-    The folder is closed to others, too: schedulers write logs there with any mode. Raises
-    ConfigError for a folder with the job of another model.
+    The folder is closed to others, too: schedulers write logs there with any mode.
     """
     earlier = job.folder / CONFIG
     # A damaged one counts as none.

@@ -51,9 +51,8 @@ class Job(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the run folder, or of the first file where that is the default, with
-        characters that every scheduler takes.
-        """
+        """The name of the run folder, with characters that every scheduler takes."""
+        # Many configs share the default folder.
         name = self.folder.parent.name
         if name == "outputs" and self.run.job.config_file:
             name = Path(self.run.job.config_file[0]).stem
