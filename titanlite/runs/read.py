@@ -175,7 +175,7 @@ def read_run(folder: Path) -> Run:
     alive = last_sign_of_life(folder)
     if attempts and not (folder / LOCK).exists() and _trains_here(attempts[-1]):
         # A loop of somebody's own took no lock.
-        alive = modified_at(folder / METRICS)
+        alive = modified_at(folder / ATTEMPTS)
     return Run(folder, attempts, rows, alive, tuple(problems))
 
 
