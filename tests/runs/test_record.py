@@ -132,7 +132,7 @@ def test_the_command_shows_attempts(
     out = capsys.readouterr().out
     rows = [(words[0], *words[-5:]) for words in map(str.split, out.splitlines()[2:5])]
     assert rows[0] == ("1", "preempted", "5", "20", "20", "0")
-    assert rows[1] == ("2", "end", "–", "–", "–", "–")
+    assert rows[1] == ("2", "died", "–", "–", "–", "–")
     assert rows[2] == ("3", "done", "0", "40", "20", "0")
     assert "note: attempt 1: SIGTERM on every rank" in out
     assert "note: attempt 2: optimizer.lr: 0.001 -> 0.5" in out
