@@ -116,7 +116,7 @@ def test_a_search_tells_what_each_choice_brings(
     for choice, flag in given.items():
         argv = ["--job.config_file", base, str(tmp_path / "best.toml"), f"--{flag}"]
         plan = make_plan(check_config(argv, 4, training=False)[1], H100)
-        line = next(line for line in lines if line.startswith(choice))
+        line = next(line for line in lines if line.startswith(f"# {choice}"))
         speed, gib = f"{plan.speed.tokens_per_second:,.0f}", f"{plan.needed / GIB:.1f}"
         assert f" {speed} " in line
         assert f" {gib}" in line
