@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 
@@ -14,8 +16,8 @@ from titanlite.data.rows import IGNORE, Row, Rows
 from titanlite.data.text_report import file_lines, file_warnings
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.run.config import RunConfig
-from titanlite.runs.text_tables import Style
-from titanlite.utils import counted, human_bytes
+from titanlite.runs.text_tables import Style, Table, render
+from titanlite.utils import counted, escape, human_bytes, json_lines
 
 
 def peek(run: RunConfig, validation: bool, first: int, count: int, style: Style) -> str:
@@ -43,6 +45,38 @@ def peek(run: RunConfig, validation: bool, first: int, count: int, style: Style)
         text = shown_row(row, documents_of(rows, number, ""), tokenizer, style)
         shown.append(f"{title}\n{text}")
     return "\n\n".join(shown)
+
+
+def peek_bad_step(run: RunConfig, step: int, texts: int) -> str:
+    """Return the documents of a step that the guard found bad, in the order of guard.jsonl."""
+    from titanlite.metrics.bad_step_log import FILE
+
+    path = Path(run.job.dump_folder) / FILE
+    try:
+        found = [row for _, row, _ in json_lines(path) if row and row.get("step") == step]
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}. The guard writes it at a bad step") from None
+    if not found or not found[-1].get("losses"):
+        raise DataError(f"{path} has no losses of step {step}")
+    row = found[-1]
+    cells, shown = [], []
+    for one in row["losses"]:
+        given = (one["source"], str(one["document"]), one.get("file"), one.get("record"))
+        name = _name(Document(*given, one["targets"]))
+        figures = [f"{float(one[key]):.4f}" for key in ("loss", "others")]
+        cells.append((name, *figures, f"{one['targets']:,}", str(one["sequence"])))
+        shown.append(f"── document {name} ──\n{one['text']} …")
+    columns = ("document", "loss", "others", "targets", "sequence")
+    steps = row["data_steps"]
+    skipped = [*run.data.skip_steps, steps if "-" in steps else int(steps)]
+    return "\n\n".join(
+        [
+            escape(row["message"]),
+            render(Table(columns, cells[:20])),
+            *map(escape, shown[:texts]),
+            f"To pass over the data of this step:\n[data]\nskip_steps = {json.dumps(skipped)}",
+        ]
+    )
 
 
 # Figures
