@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,7 +36,7 @@ def flags_of(folder: Path, poison: bool, *more: str) -> list[str]:
         "--training.global_batch_size=4",
         "--training.steps=18",
         "--no-validation.enable",
-        "--guard.spike_sigmas=6",
+        "--guard.spike_sigmas=4",
         "--guard.window=6",
         "--guard.max_skips=2",
         *more,
@@ -73,7 +71,9 @@ def test_the_poisoned_document_is_named_first(
     worst, *others = event["losses"]
     assert event["kind"] == "spike"
     assert worst["source"] == "blue"
-    assert NOISY[:8] in worst["text"]
+    text = worst["text"].removeprefix("<|begin_of_text|>").removesuffix("<|end_of_text|>")
+    assert len(text) > 8
+    assert text in NOISY
     assert worst["loss"] > 4 > 2 * worst["others"]
     assert f"blue: {worst['document']} has loss" in event["message"]
     if "--data.streaming=true" in flags:
@@ -93,7 +93,7 @@ def test_the_poisoned_document_is_named_first(
     assert code == 0
     first = shown.splitlines()[3]
     assert first.startswith("blue: ") and f"{worst['loss']:.4f}" in first
-    assert NOISY[:8] in shown
+    assert text in shown
     assert f"[data]\nskip_steps = [{event['data_steps']}]" in shown
 
 
