@@ -1,4 +1,4 @@
-"""Seeds faults into a copy of titanlite, one after the other, and tells whether the quick tests
+"""Seeds faults into a copy of titanlite, one after the other, and tells whether the tests
 catch each.
 
     python tests/seeded_faults.py [NAME ...]
@@ -38,7 +38,7 @@ class Fault(NamedTuple):
     file: str
     #: (old text, new text); each old text occurs once in the file.
     edits: tuple[tuple[str, str], ...]
-    #: Quick tests that catch it, below `tests/`.
+    #: Tests that catch it, below `tests/`: the quick ones of a file, or one by its name.
     tests: tuple[str, ...]
 
     def change(self, text: str) -> str:
@@ -118,17 +118,10 @@ def copy_tree(target: Path) -> None:
 
 
 def run_tests(root: Path, tests: list[str]) -> tuple[int, str]:
-    """Run quick tests in the tree `root`; return pytest's exit code and output."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "not slow and not soak",
-        "-p",
-        "no:cacheprovider",
-    ]
+    """Run tests in the tree `root`; return pytest's exit code and output."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    if not all("::" in test for test in tests if test != "-x"):
+        command += ["-m", "not slow and not soak"]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(

@@ -142,6 +142,10 @@ def test_diff_measures_each_tensor(run: Path, capsys: pytest.CaptureFixture[str]
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[3:]}
     assert rows["model.layers.2.attention_norm.weight"] == "only in +++: float32[64]"
     assert rows["model.layers.0.feed_forward.w1.weight"] == "float32[192, 64] and float32[96, 64]"
+    shard = root / "step-4" / "__0_0.distcp"
+    shard.write_bytes(b"\0" * shard.stat().st_size)
+    (line,) = _lines(capsys, "diff", root / "step-2", root / "step-4", code=exit_codes.CHECKPOINT)
+    assert "cannot be read from" in line and "titanlite checkpoint verify" in line
 
 
 @pytest.mark.parametrize(
@@ -149,7 +153,10 @@ def test_diff_measures_each_tensor(run: Path, capsys: pytest.CaptureFixture[str]
     [
         ([1.0, NAN, 3.0], [1.0, NAN, 3.5], (1, 0.5, 0.5 / 3.5)),
         ([1.0, 2.0], [1.0, NAN], (1, math.inf, math.inf)),
+        ([5], [250], (1, 245.0, 0.98)),
     ],
 )
 def test_measure(a: list[float], b: list[float], found: tuple[int, float, float]) -> None:
-    assert measure(torch.tensor(a), torch.tensor(b)) == pytest.approx(found)
+    # Random generators are saved as bytes.
+    kind = torch.uint8 if isinstance(a[0], int) else torch.float32
+    assert measure(torch.tensor(a, dtype=kind), torch.tensor(b, dtype=kind)) == pytest.approx(found)

@@ -84,6 +84,11 @@ def test_transformers_computes_the_same_logits_and_the_way_back_is_exact(
     files = sorted(path.name for path in target.iterdir())
     assert ("model.safetensors" in files) != in_shards
     assert ("model.safetensors.index.json" in files) == in_shards
+    assert len({path.stat().st_mode for path in target.iterdir()}) == 1, (
+        "who may read the one may read the others"
+    )
+    config = json.loads((target / "config.json").read_bytes())
+    assert (config["torch_dtype"], config["rope_theta"]) == ("float32", 5e5), "for transformers 4"
     theirs = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
     assert theirs.dtype == torch.float32
     with torch.no_grad():

@@ -23,8 +23,10 @@ from tests.support.checkpoints import (
 from tests.support.harness import build_tiny, full, initial_weights, micro_batches
 from tests.support.pool import Pools
 from tests.support.steps import train_step
+from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.loaded import LEFT_OUT
 from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.selection import select
 from titanlite.cli.hub.compare_checkpoints import Contents
 from titanlite.config.model_sections import Optimizer
 from titanlite.data.loader import to_device
@@ -189,3 +191,25 @@ def test_dangerous_changes_need_their_word(pool: Pools, tmp_path: Path) -> None:
     assert len(loaded.changes) == 3
     assert sum("by checkpoint.allow_changes" in line for line in loaded.notices) == 2
     assert pool(1).run(train, RUN, tmp_path, 4, 4, **both)[0]["loaded"].changes == ()
+
+
+def test_types_are_converted_on_request_alone_and_whole_numbers_never() -> None:
+    wanted: dict[str, list[Any]] = {"model.w": ["float32", [64, 64]], "rng": ["uint8", [8]]}
+    half = {**wanted, "model.w": ["bfloat16", [64, 64]]}
+    assert select(half, wanted, convert=True).converted == {"model.w"}
+    whole = {**wanted, "model.w": ["int64", [64, 64]]}
+    for saved, convert in ((half, False), (whole, True)):
+        with pytest.raises(CheckpointError, match=r"1 another dtype\n") as error:
+            select(saved, wanted, convert=convert)
+        row = f"model.w {saved['model.w'][0]}[64, 64] float32[64, 64] another dtype"
+        assert row in " ".join(str(error.value).split())
+
+
+def test_what_belongs_to_a_weight_that_is_left_out_is_left_out_too() -> None:
+    described: list[Any] = ["float32", [64, 64]]
+    names = ["model.a", "model.b", "optimizer.state.a.exp_avg", "optimizer.state.b.exp_avg"]
+    both = dict.fromkeys(names, described)
+    assert select(both, both, ["model.a"]).keep == {"model.a", "optimizer.state.a.exp_avg"}
+    assert select(both, both, ["optimizer"]).keep == set(names[2:])
+    with pytest.raises(CheckpointError, match="leaves nothing"):
+        select(both, both, ["model.*"])

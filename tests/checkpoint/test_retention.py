@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.checkpoints import MANIFEST, SHARD, edit, names, options, sign, write
 from titanlite.checkpoint import retention
+from titanlite.checkpoint.choice import Chooser
 from titanlite.checkpoint.manifest import (
     FORMAT,
     REASON,
@@ -174,6 +175,16 @@ def test_a_valid_checkpoint_is_never_overwritten_and_an_invalid_one_is_kept(root
     begin(root, 4, known_bad={4: "a hash differs"})
     assert (root / "step-4.invalid-1" / REASON).read_bytes() == b"a hash differs\n"
     assert steps_in(root) == [2]
+
+
+def test_a_suspect_checkpoint_is_set_aside_before_its_step_comes_again(root: AnyPath) -> None:
+    write(root, 2, 4)
+    chooser = Chooser(options(root), {}, {})
+    rejected = chooser.reject_newest(lambda step: f"suspect since step {step}")
+    assert rejected is not None
+    chooser.set_aside(rejected)
+    assert steps_in(root) == [2]
+    assert (root / "step-4.invalid-0" / REASON).read_bytes() == b"suspect since step 4\n"
 
 
 def test_only_valid_ones_of_this_run_count_and_go(root: AnyPath) -> None:

@@ -331,3 +331,12 @@ def test_refusals_name_the_way_out(pool: Pools, tmp_path: Path) -> None:
         "no valid checkpoint"
         in pool(1).run(refusal, RUN, tmp_path / "new", 1, 2, start="resume")[0]
     )
+
+
+def test_a_save_clears_what_killed_ones_have_left(pool: Pools, tmp_path: Path) -> None:
+    for step in (1, 9):
+        (tmp_path / f".partial-step-{step}-0123abcd").write_bytes(b"")
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / "__7_0.distcp").write_bytes(b"half")
+    pool(1).run(train, RUN, tmp_path, 1, 1)
+    assert names(tmp_path) == ["step-1"], "nothing of it is quarantined"

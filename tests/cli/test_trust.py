@@ -43,6 +43,7 @@ from titanlite.cli.loading import load_model
 from titanlite.cli.main import main, split_flags
 from titanlite.config import trust
 from titanlite.config.errors import ConfigError
+from titanlite.config.load import read_text
 from titanlite.data import DataError
 
 ROOT = Path(__file__).resolve().parents[2] / "titanlite"
@@ -239,6 +240,27 @@ def test_a_flag_of_the_user_replaces_what_the_checkpoint_names(poisoned: Poisone
     assert not poisoned.evil.ran
 
 
+def test_claims_are_of_the_values_in_effect_alone() -> None:
+    text = (
+        '[[data.source]]\nname = "evil:texts"\n[[data.source]]\nname = "c4"\n'
+        '[[validation.sources]]\nname = "evil:held_out"\n'
+        '[optimizer]\nname = "evil:Optimizer"\n[compile]\ncache_dir = "/evil"\n'
+    )
+    file = Path("run/config.toml")
+    config, problems = read_text(text, file, origin=trust.Origin.FOREIGN)
+    assert not problems
+    assert {claim.key: claim.value for claim in config.claims} == {
+        "data.source": "evil:texts",
+        "validation.sources": "evil:held_out",
+        "optimizer.name": "evil:Optimizer",
+        "compile.cache_dir": "/evil",
+    }
+    flags = ["--data.source=[]", "--validation.sources=[]", "--optimizer.name=AdamW"]
+    flags.append("--compile.cache_dir=own")
+    assert not read_text(text, file, flags, trust.Origin.FOREIGN)[0].claims
+    assert not read_text(text, file)[0].claims
+
+
 def test_the_code_of_ones_own_config_needs_no_flag(poisoned: Poisoned) -> None:
     own = poisoned.run / "own.toml"
     own.write_text(f'[model]\nname = "./{poisoned.evil.file.name}:SPEC"\nflavor = "debugmodel"\n')
@@ -370,7 +392,7 @@ def _files_with(pattern: str) -> set[str]:
 def test_code_is_imported_by_name_in_known_places_alone() -> None:
     """A new place must ask `titanlite.config.trust` first, and be added here."""
     assert _files_with(r"(?<![\w.`])(__import__|eval|exec|compile)\(") == set()
-    assert _files_with(r"from titanlite\.config\.dotted_paths import|load_callbacks\(") == {
+    assert _files_with(r"config import dotted_paths|config\.dotted_paths|load_callbacks\(") == {
         "assembly/build.py",
         "assembly/own_callbacks.py",
         "config/own_functions.py",

@@ -203,6 +203,18 @@ def test_the_check_of_an_export_names_the_text_whose_ids_differ(
     assert "tokenizer.json" not in found
 
 
+def test_without_transformers_an_export_has_no_tokenizer_of_a_neighbour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the bundled tokenizer of Llama 3 lies that of Llama 2, as tokenizer.model."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name, content in hf_files(str(BUNDLED_TOKENIZER)).items():
+        (tmp_path / name).write_bytes(content)
+    there, here = load_tokenizer(str(tmp_path)), load_tokenizer(str(BUNDLED_TOKENIZER))
+    assert there.vocab_size == here.vocab_size
+    assert [there.encode(text) for text in TEXTS] == [here.encode(text) for text in TEXTS]
+
+
 @pytest.mark.parametrize(
     "options",
     [

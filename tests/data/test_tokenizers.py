@@ -151,11 +151,12 @@ def test_an_id_of_the_hub_and_a_url_are_refused_with_the_other_way(
     name = "meta-llama/Llama-3.1-8B"
     fetch = f"`hf download {name} --include 'tokenizer*' --local-dir {name}` fetches it"
     copy = "copy its files to a folder of this machine, and give that folder"
+    other = 'give the path of a tokenizer, or "bundled" for that of debug models'
     expected = {
         name: fetch,
         "s3://bucket/tokenizer": copy,
         "https://host/tokenizer.json": copy,
-        "assets/tokenizer.model": "",
+        "assets/tokenizer.model": other,
     }
     for path, remedy in expected.items():
         (problem,) = missing_files(load([f"--model.tokenizer_path={path}"]))

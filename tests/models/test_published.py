@@ -278,7 +278,6 @@ def text_part(entries: dict[str, Any]) -> dict[str, Any]:
         ("llama4", "17Bx16E", text_part(SCOUT), {}),
         ("llama4", "17Bx128E", text_part(MAVERICK), {}),
     ],
-    ids=str,
 )
 def test_a_published_config_json_is_the_flavor(
     family: str, flavor: str, config: dict[str, Any], changes: dict[str, Any]

@@ -92,6 +92,22 @@ def test_a_gradient_scaler_changes_no_number() -> None:
     assert torch.equal(mine, other)
 
 
+def test_a_loaded_state_keeps_its_dtypes() -> None:
+    """Torch would cast it to the dtype of the parameters: a resume would round the momentum."""
+    mine, other = two((8, 8), torch.bfloat16)
+    ours, theirs = AnyPrecisionAdamW([mine]), AnyPrecisionAdamW([nn.Parameter(other.to("meta"))])
+    mine.grad = torch.ones_like(mine)
+    ours.step()
+    theirs.load_state_dict(ours.state_dict())
+    (state,) = theirs.state.values()
+    assert {value.device.type for value in state.values()} == {"meta"}
+    assert {name: value.dtype for name, value in state.items()} == {
+        "step": torch.float32,
+        "exp_avg": torch.float32,
+        "exp_avg_sq": torch.bfloat16,
+    }
+
+
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
 def test_muon_on_a_whole_matrix_is_torchs(shape: tuple[int, int]) -> None:
     mine, other = two(shape)

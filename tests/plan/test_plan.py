@@ -205,6 +205,16 @@ def test_each_phase_has_the_time_and_memory_of_a_run_of_its_size(plan: Any) -> N
     assert whole["needed_gib"] == max(part["needed_gib"] for part in parts)
 
 
+def test_the_memory_of_a_run_is_that_of_its_largest_phase() -> None:
+    """As the start report and the report of a lack of memory have it."""
+    sizes = (SMALL[1],), ("--training.global_batch_size=64",), (SMALL[1], RAMP, STEPS)
+    base = SMALL[0], "--model.tokenizer_path=bundled"
+    first, last, ramp = (
+        estimate(planned("llama3_8b.toml", 8, *base, *flags)).peak.total for flags in sizes
+    )
+    assert first < last == ramp
+
+
 def test_the_report_has_a_row_for_each_phase(plan: Any) -> None:
     _, out = plan(RAMP, STEPS)
     assert "step 101     16 sequences of 8,192 tokens: " in out

@@ -100,6 +100,31 @@ def test_an_overlay_read_as_second_file_gives_the_settings_that_were_searched(
             assert name in ("job", "model") or getattr(run, name) == getattr(candidate.run, name)
 
 
+def test_a_search_tells_what_each_choice_brings(
+    result: SearchResult, base: str, tmp_path: Path
+) -> None:
+    """By plans of the proposed file with one key changed, as a user would make them."""
+    (tmp_path / "best.toml").write_text(overlay(result, result.ranked[0]))
+    lines = search_text(result, Style(False)).splitlines()
+    given = {
+        "mixed precision": "training.mixed_precision_param=float32",
+        "recomputation": "activation_checkpoint.mode=full",
+        "wrapping": "training.fsdp_units=root",
+        "sharding": "training.data_parallel_type=ddp",
+        "offload": "training.enable_cpu_offload=true",
+    }
+    for choice, flag in given.items():
+        argv = ["--job.config_file", base, str(tmp_path / "best.toml"), f"--{flag}"]
+        plan = make_plan(check_config(argv, 4, training=False)[1], H100)
+        line = next(line for line in lines if line.startswith(choice))
+        speed, gib = f"{plan.speed.tokens_per_second:,.0f}", f"{plan.needed / GIB:.1f}"
+        assert f" {speed} " in line
+        assert f" {gib}" in line
+        assert ("does not fit" in line) == (not plan.fits)
+    refused = result._replace(otherwise=dict.fromkeys(result.otherwise))
+    assert search_text(refused, Style(False)).count("not valid here") == len(given)
+
+
 def test_a_run_in_phases_is_ranked_by_its_largest_steps(base: str) -> None:
     """A first phase of small steps, which would favour other settings, decides nothing."""
     phases = "--data.phase=[{step=11, global_batch_size=32}]"

@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -18,11 +19,14 @@ from tests.support.ranks import train
 from tests.support.tiny import TWENTY_STEPS, size
 from tests.support.whole_runs import losses_of, make_trainer, train_run
 from titanlite import exit_codes
-from titanlite.checkpoint.manifest import read_manifest
+from titanlite.checkpoint.loaded import LoadedState
+from titanlite.checkpoint.manifest import CheckpointError, read_manifest
+from titanlite.checkpoint.resume import begin_from
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.dist.dist_env import DistEnv
 from titanlite.runs.attempts import read_attempts
 from titanlite.runs.lines import read_metrics
+from titanlite.trainer import Trainer
 
 #: The flags with which a resumed `golden` run trains as it did.
 SKIP = "--guard.policy=skip"
@@ -72,6 +76,21 @@ def test_training_lowers_the_loss_and_validation_measures_the_same_tokens(
     )
     saved = read_manifest(golden.folder / "checkpoint" / "step-20")
     assert saved.validation_loss == validations[20]["validation_loss"]
+
+
+@pytest.mark.parametrize(
+    ("train", "name"),
+    [({}, "tokens_seen"), ({"data": 3}, "data"), ({"guard": {"losses": ["a"]}}, "guard")],
+)
+def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused(
+    train: dict[str, Any], name: str
+) -> None:
+    """To begin at step 1 with its weights would look like success."""
+    good = {"tokens_seen": 7, "data": {}} if train else {}
+    loaded = LoadedState(10, good | train, folder=Path("step-10"))
+    wanted = f"step-10 does not say where its run continues: {name} in its train state"
+    with pytest.raises(CheckpointError, match=wanted):
+        begin_from(cast("Trainer", None), loaded)
 
 
 @pytest.mark.slow

@@ -48,12 +48,12 @@ BUNDLED_IDS = 2304
 
 
 def fetch_hint(path: str) -> str:
-    """Return how to get a tokenizer by an id of the hub or a URL; or ""."""
+    """Return how to get a tokenizer in place of a path that does not exist."""
     if is_url(path):
         return "copy its files to a folder of this machine, and give that folder"
     owner = path.partition("/")[0]
     if hub_text(path) is None or owner in (".", "..") or os.path.isdir(owner):
-        return ""
+        return 'give the path of a tokenizer, or "bundled" for that of debug models'
     return f"`hf download {path} --include 'tokenizer*' --local-dir {path}` fetches it"
 
 

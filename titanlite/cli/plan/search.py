@@ -21,6 +21,7 @@ from msgspec.structs import replace as replace_fields
 
 from titanlite.cli.plan.settings import (
     AC_MODES,
+    CHOICES,
     CHUNKS,
     COMPILE,
     LOSS_CHUNKS,
@@ -99,6 +100,9 @@ class SearchResult(NamedTuple):
     #: Those that fit, best first: the best of each layout. The config itself is first where nothing
     #: is faster by a share that the model can tell.
     ranked: tuple[Candidate, ...]
+    #: The first with one choice of `CHOICES` made otherwise, by its name, key and value; None: not
+    #: valid.
+    otherwise: Mapping[tuple[str, str, Any], Candidate | None]
 
     @property
     def config_is_best(self) -> bool:
@@ -132,7 +136,8 @@ def search(config: LoadedConfig, run: RunConfig, cluster: Cluster, top: int = 5)
         better = [other for other in ranked if other.rate > base.rate * (1 + LEAST_GAIN)]
         others = [other for other in ranked if other not in better and other.changes]
         ranked = [*better, base, *others]
-    return SearchResult(cluster, base, tuple(ranked[:top]))
+    otherwise = work.otherwise(ranked[0]) if ranked else {}
+    return SearchResult(cluster, base, tuple(ranked[:top]), otherwise)
 
 
 def cheapest_fit(config: LoadedConfig, run: RunConfig, cluster: Cluster) -> Candidate | None:
@@ -189,6 +194,14 @@ class _Search:
         """Return the candidate with changes, later ones over earlier ones; None: not valid."""
         candidate = self.candidate(dict(ChainMap(*reversed(changes))))
         return candidate and self.weighed(candidate)
+
+    def otherwise(self, best: Candidate) -> dict[tuple[str, str, Any], Candidate | None]:
+        found = {}
+        for name, (key, values) in CHOICES.items():
+            chosen = best.changes.get(key, self.config.value(key))
+            value = next(value for value in values if value != chosen)
+            found[name, key, value] = self.with_all([dict(best.changes), {key: value}])
+        return found
 
     def in_chunks(self, candidate: Candidate) -> Candidate:
         """Return the candidate itself where chunks of the loss are not valid."""

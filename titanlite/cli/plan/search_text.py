@@ -59,6 +59,7 @@ def search_text(result: SearchResult, style: Style) -> str:
             )
         )
     table = render(Table(_COLUMNS, rows, left=(3, 5)), style.color)
+    table += f"\n\n{_otherwise(result, style)}"
     if result.config_is_best:
         return f"{table}\n\nthe config is best as it is: nothing is faster by {LEAST_GAIN:.0%}"
     best = result.ranked[0]
@@ -66,3 +67,17 @@ def search_text(result: SearchResult, style: Style) -> str:
     if not result.base.fits(result.cluster):
         gain += ", which does not fit"
     return f"{table}\n\n{gain}, with this file laid over it:\n\n{overlay(result, best)}"
+
+
+def _otherwise(result: SearchResult, style: Style) -> str:
+    rows = []
+    best = result.ranked[0]
+    for (name, key, value), other in result.otherwise.items():
+        cells = ["-", "-", "not valid here"]
+        if other:
+            verdict = "" if other.fits(result.cluster) else "does not fit"
+            gain = f"{other.rate:,.0f} ({other.rate / best.rate - 1:+.0%})"
+            cells = [gain, f"{other.needed / GIB:.1f}", verdict]
+        rows.append((name, f"{key.split('.')[1]} = {quote(value)}", *cells))
+    columns = ("the first, but", "with", "tokens/s per GPU", "needed GiB", "")
+    return render(Table(columns, rows, left=(0, 1, 4)), style.color)

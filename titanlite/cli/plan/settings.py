@@ -41,6 +41,16 @@ OPTION = "activation_checkpoint.selective_ac_option"
 OFFLOAD = "activation_checkpoint.offload"
 CPU_OFFLOAD = "training.enable_cpu_offload"
 
+#: What FSDP's users weigh: a key, and the values of which a search compares its choice with the
+#: first other one.
+CHOICES: dict[str, tuple[str, tuple[Any, Any]]] = {
+    "mixed precision": ("training.mixed_precision_param", ("bfloat16", "float32")),
+    "recomputation": (MODE, ("none", "full")),
+    "wrapping": ("training.fsdp_units", ("block", "root")),
+    "sharding": (KIND, ("fsdp", "ddp")),
+    "offload": (CPU_OFFLOAD, (False, True)),
+}
+
 #: Pieces of the loss where the whole does not fit.
 CHUNKS = 8
 #: Keys that the columns of the table do not tell.

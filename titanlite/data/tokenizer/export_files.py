@@ -26,6 +26,8 @@ FILES = (
     "chat_template.json",
     GENERATION,
 )
+#: Names of which one is the tokenizer itself.
+_OWN = ("tokenizer.json", "tokenizer.model")
 
 
 def hf_files(path: str) -> dict[str, bytes]:
@@ -38,6 +40,9 @@ def hf_files(path: str) -> dict[str, bytes]:
     try:
         file = find_file(Path(path))
         beside = [file.parent / name for name in FILES]
+        if file.name not in _OWN:
+            # Files of these names are of another tokenizer then.
+            beside = [one for one in beside if one.name not in _OWN]
         found = {one.name: one.read_bytes() for one in beside if one.is_file()}
         content = file.read_bytes()
         tokenizer = load_local(path)

@@ -103,8 +103,6 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError:
         hint = fetch_hint(str(path))
-        if not hint:
-            hint = f"give the path of {_EXPECTED}, or leave the key out for that of debug models"
         raise DataError(f"model.tokenizer_path: {path} does not exist; {hint}") from None
     except OSError as error:
         raise DataError(f"model.tokenizer_path: {path} cannot be read: {error.strerror}") from error
