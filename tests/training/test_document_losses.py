@@ -13,7 +13,7 @@ from tests.support.whole_runs import train_run
 from titanlite.cli.main import main
 
 #: Record of the source "blue" that is poisoned, from 0, and of how many.
-POISON, RECORDS = 16, 100
+POISON, RECORDS = 20, 100
 NOISE = random.Random(3)
 NOISY = "".join(chr(NOISE.randrange(33, 127)) for _ in range(40))
 
@@ -34,7 +34,7 @@ def flags_of(folder: Path, poison: bool, *more: str) -> list[str]:
         "--data.shuffle=false",
         "--training.batch_size=1",
         "--training.global_batch_size=4",
-        "--training.steps=18",
+        "--training.steps=20",
         "--no-validation.enable",
         "--guard.spike_sigmas=4",
         "--guard.window=6",
@@ -43,7 +43,7 @@ def flags_of(folder: Path, poison: bool, *more: str) -> list[str]:
     ]
 
 
-STREAM = ["--data.streaming=true", "--data.lanes=4"]
+STREAM = ["--data.streaming=true", "--data.lanes=2"]
 ROLL_BACK = ["--guard.policy=rollback", "--checkpoint.interval=5"]
 TP = "--training.tensor_parallel_degree=2"
 PP = "--experimental.pipeline_parallel_degree=2"
@@ -54,7 +54,9 @@ PP = "--experimental.pipeline_parallel_degree=2"
     [
         pytest.param(1, ["--guard.policy=skip"], id="one-rank-skip"),
         pytest.param(2, [*STREAM, *ROLL_BACK], id="fsdp-stream-rollback"),
-        pytest.param(2, [PP, "--data.mask_documents"], id="pipeline-stop"),
+        pytest.param(
+            2, [PP, "--training.batch_size=2", "--data.mask_documents"], id="pipeline-stop"
+        ),
         pytest.param(4, [TP, "--training.loss_chunks=4"], id="tensor-fsdp-stop"),
     ],
 )
@@ -102,7 +104,7 @@ def test_without_poison_nothing_is_reported(
 ) -> None:
     folder = tmp_path / "run"
     found = pool(1).run(train_run, str(folder), *flags_of(tmp_path, False))[0]
-    assert (found["step"], found["error"], found["events"]) == (18, "", [])
+    assert (found["step"], found["error"], found["events"]) == (20, "", [])
     words = ["data", "peek", "debug_model.toml", f"--job.dump_folder={folder}", "--bad-step", "9"]
     assert main(words) == 2
     assert "The guard writes it at a bad step" in capsys.readouterr().err
