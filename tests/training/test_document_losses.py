@@ -77,24 +77,25 @@ def test_the_poisoned_document_is_named_first(
     assert len(text) > 8
     assert text in NOISY
     assert worst["loss"] > 4 > 2 * worst["others"]
-    assert f"blue: {worst['document']} has loss" in event["message"]
+    assert f"blue: {worst['name']} has loss" in event["message"]
     if "--data.streaming=true" in flags:
         assert (worst["file"], worst["record"]) == (str(tmp_path / "blue.jsonl"), POISON + 1)
     else:
-        assert worst["document"] == str(POISON)
+        assert worst["name"] == str(POISON)
     # All targets once, with the weights of the step: the mean is the step's loss.
-    targets = [one["targets"] for one in event["losses"]]
-    total = sum(one["loss"] * one["targets"] for one in event["losses"])
+    targets = [one["tokens"] for one in event["losses"]]
+    total = sum(one["loss"] * one["tokens"] for one in event["losses"])
     assert 100 < sum(targets) <= 4 * 32
     assert total / sum(targets) == pytest.approx(event["loss"], rel=1e-5)
-    left = sum(one["loss"] * one["targets"] for one in others)
+    left = sum(one["loss"] * one["tokens"] for one in others)
     assert worst["others"] == pytest.approx(left / sum(targets[1:]), rel=1e-6)
 
     code = main(["data", "peek", "debug_model.toml", "--bad-step", str(event["step"]), out])
     shown = capsys.readouterr().out
     assert code == 0
-    first = shown.splitlines()[3]
-    assert first.startswith("blue: ") and f"{worst['loss']:.4f}" in first
+    first, figures = shown.splitlines()[2:4]
+    assert first.startswith("── document blue: ")
+    assert f"loss {worst['loss']}, the others {worst['others']}, " in figures
     assert text in shown
     assert f"[data]\nskip_steps = [{event['data_steps']}]" in shown
 

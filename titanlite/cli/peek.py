@@ -16,7 +16,7 @@ from titanlite.data.rows import IGNORE, Row, Rows
 from titanlite.data.text_report import file_lines, file_warnings
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.run.config import RunConfig
-from titanlite.runs.text_tables import Style, Table, render
+from titanlite.runs.text_tables import Style
 from titanlite.utils import counted, escape, human_bytes, json_lines
 
 
@@ -48,7 +48,7 @@ def peek(run: RunConfig, validation: bool, first: int, count: int, style: Style)
 
 
 def peek_bad_step(run: RunConfig, step: int, texts: int) -> str:
-    """Return the documents of a step that the guard found bad, in the order of guard.jsonl."""
+    """Return the documents of a bad step by loss."""
     from titanlite.metrics.bad_step_log import FILE
 
     path = Path(run.job.dump_folder) / FILE
@@ -59,24 +59,14 @@ def peek_bad_step(run: RunConfig, step: int, texts: int) -> str:
     if not found or not found[-1].get("losses"):
         raise DataError(f"{path} has no losses of step {step}")
     row = found[-1]
-    cells, shown = [], []
-    for one in row["losses"]:
-        given = (one["source"], str(one["document"]), one.get("file"), one.get("record"))
-        name = _name(Document(*given, one["targets"]))
-        figures = [f"{float(one[key]):.4f}" for key in ("loss", "others")]
-        cells.append((name, *figures, f"{one['targets']:,}", str(one["sequence"])))
-        shown.append(f"── document {name} ──\n{one['text']} …")
-    columns = ("document", "loss", "others", "targets", "sequence")
-    steps = row["data_steps"]
-    skipped = [*run.data.skip_steps, steps if "-" in steps else int(steps)]
-    return "\n\n".join(
-        [
-            escape(row["message"]),
-            render(Table(columns, cells[:20])),
-            *map(escape, shown[:texts]),
-            f"To pass over the data of this step:\n[data]\nskip_steps = {json.dumps(skipped)}",
-        ]
-    )
+    shown = [row["message"]]
+    for one in row["losses"][:texts]:
+        name = _name(Document(*[one[key] for key in Document._fields]))
+        figures = f"loss {one['loss']}, the others {one['others']}, {one['tokens']} targets"
+        shown.append(f"── document {name} ──\n{figures}\n{one['text']} …")
+    steps = json.dumps([int(text) if text.isdigit() else text for text in [row["data_steps"]]])
+    shown.append(f"To pass over the data of this step:\n[data]\nskip_steps = {steps}")
+    return escape("\n\n".join(shown))
 
 
 # Figures

@@ -55,14 +55,14 @@ class AnomalyLog:
         self._returned = (-1, 0)
 
     def measure(self, bad: BadStepError, fetched: Fetched) -> None:
-        """Add the losses of the documents, before other weights are loaded."""
+        """Add the documents' losses, by the weights at hand."""
         if bad.losses or bad.applied or bad.kind == "weights not finite":
             return
         from titanlite.metrics.document_losses import document_losses
 
         bad.losses = document_losses(self._parts, fetched)
         worst = bad.losses[0]
-        name = f"{worst['source']}: {worst['document']}".removeprefix(": ")
+        name = f"{worst['source']}: {worst['name']}".removeprefix(": ")
         bad.explain(
             f"Document {name} has loss {worst['loss']:.4g}, the others {worst['others']:.4g}"
         )
@@ -144,7 +144,6 @@ class AnomalyLog:
         self._log.write(row)
 
     def _documents(self, sequences: Sequence[int]) -> dict[str, list[Any]]:
-        """Return each sequence's documents, without those that fill up the last step."""
         total = self._dataset.total_sequences
         found = {}
         for number in sequences:
@@ -193,10 +192,7 @@ def explain(trainer: Trainer, bad: BadStepError) -> None:
 
 
 def steps_text(first: int, end: int, course: Course) -> str:
-    """Return sequences [first, end) as `data.skip_steps` takes steps: "7" or "6-8".
-
-    course: of an undisturbed run.
-    """
+    """Return sequences [first, end) as `data.skip_steps` takes steps: "7" or "6-8"."""
     begin = course.steps_with_rows(first + 1)
     last = course.steps_with_rows(end)
     return str(begin) if begin == last else f"{begin}-{last}"
