@@ -69,7 +69,7 @@ def test_the_poisoned_document_is_named_first(
 ) -> None:
     out = f"--job.dump_folder={tmp_path / 'run'}"
     given = flags_of(tmp_path, True, *flags)
-    event = pool(ranks).run(train_run, str(tmp_path / "run"), *given)[0]["events"][0]
+    event = pool(ranks).run(train_run, str(tmp_path / "run"), *given)[0]["events"][-1]
     worst, *others = event["losses"]
     assert event["kind"] == "spike"
     assert worst["source"] == "blue"
