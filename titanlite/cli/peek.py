@@ -73,7 +73,7 @@ def peek_bad_step(run: RunConfig, step: int, texts: int) -> str:
 
 
 def _figures(rows: Rows, name: str, per_step: int) -> Iterator[str]:
-    """name: of a single text. per_step: sequences of a step."""
+    # name: of a single text. per_step: sequences of a step.
     yield from file_lines(rows)
     for warning in file_warnings(rows, name):
         yield f"warning: {warning}"

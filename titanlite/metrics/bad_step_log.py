@@ -55,7 +55,7 @@ class AnomalyLog:
         self._returned = (-1, 0)
 
     def measure(self, bad: BadStepError, fetched: Fetched) -> None:
-        """Add the documents' losses, by the weights at hand."""
+        """By the weights at hand."""
         if bad.losses or bad.applied or bad.kind == "weights not finite":
             return
         from titanlite.metrics.document_losses import document_losses

@@ -1,4 +1,4 @@
-"""The losses of a step's documents: which one made a spike."""
+"""Which document made a spike."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class TargetLogs:
 
 
 def _whole_rows(logits: Tensor, places: Tensor) -> Tensor:
-    """Return the logits [places, vocab] at `places` of [rows * seq], whole on every rank."""
+    # [places, vocab] at `places` of [rows * seq], whole on every rank.
     if not isinstance(logits, DTensor):
         return logits.flatten(0, -2)[places]
     (placement,) = logits.placements
