@@ -56,7 +56,7 @@ class AnomalyLog:
 
     def measure(self, bad: BadStepError, fetched: Fetched) -> None:
         """By the weights at hand."""
-        if bad.losses or bad.applied or bad.kind == "weights not finite":
+        if bad.losses or bad.applied or bad.kind not in ("spike", "not finite"):
             return
         from titanlite.metrics.document_losses import document_losses
 
