@@ -54,11 +54,11 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("text", help="file, pattern or folder of text")
+    parser.add_argument("text", nargs="+", help="files, patterns or folders of text")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--vocab-size", type=int, default=2048, help="ids (default: 2048)")
     given = parser.parse_args()
-    texts = [record.text for record in iter_records(Path(given.text))]
+    texts = [record.text for text in given.text for record in iter_records(Path(text))]
     tokenizer = train(texts, given.vocab_size)
     save(tokenizer, given.out)
     tokens = sum(len(encoding.ids) for encoding in tokenizer.encode_batch_fast(texts))

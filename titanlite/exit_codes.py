@@ -47,13 +47,16 @@ LOST_PEER = 7
 #: A rank ran out of the memory of its device or its host, where the same command would again. Also
 #: for a run that is only planned, and would.
 OUT_OF_MEMORY = 8
+#: A step that was computed twice gave other bits: a device is broken, or its kernels are not
+#: deterministic.
+CORRUPTION = 9
 #: Ended at once by a second Ctrl-C.
 INTERRUPTED = 130
 #: A run was asked to stop.
 STOPPED = (PREEMPTED, PREEMPTED_UNSAVED)
 #: torchrun starts no rank again after these: they would end so again, or somebody asked for the
 #: end.
-FINAL = (*STOPPED, CONFIG, GUARD, CHECKPOINT, OUT_OF_MEMORY, INTERRUPTED)
+FINAL = (*STOPPED, CONFIG, GUARD, CHECKPOINT, OUT_OF_MEMORY, CORRUPTION, INTERRUPTED)
 #: The same command may continue after these.
 RESTARTABLE = (PREEMPTED, LOST_PEER)
 #: The exit code of torchrun in place of these, for schedulers that restart by codes. Also when a

@@ -17,6 +17,7 @@ from titanlite.checkpoint.manifest import REASON
 from titanlite.checkpoint.retention import begin
 from titanlite.cli.hub.compare_checkpoints import Contents, measure
 from titanlite.cli.main import main
+from titanlite.runs import ATTEMPTS
 from titanlite.utils import human_bytes
 
 NAN = math.nan
@@ -85,6 +86,9 @@ def test_ls_shows_every_state(run: Path, written: Path, capsys: pytest.CaptureFi
 
 def test_ls_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "holds no checkpoints" in _lines(capsys, "ls", tmp_path, code=exit_codes.CHECKPOINT)[0]
+    (tmp_path / ATTEMPTS).touch()
+    (told,) = _lines(capsys, "ls", tmp_path, code=exit_codes.CHECKPOINT)
+    assert "train it with --checkpoint.enable_checkpoint" in told
     assert (
         "no such folder" in _lines(capsys, "ls", tmp_path / "none", code=exit_codes.CHECKPOINT)[0]
     )

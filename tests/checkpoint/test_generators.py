@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.checkpoints import RUN, train
+from tests.support.checkpoints import RUN, sign, train
 from tests.support.pool import Pools
 from tests.support.whole_runs import make_trainer
 from titanlite.dist.dist_env import DistEnv
@@ -44,6 +44,17 @@ def test_generators_continue_where_each_rank_keeps_its_place(
         assert saved[rank]["draws"] == [_fresh(rank)]
         assert (loaded[rank]["draws"] != [_fresh(rank)]) == continues
         assert any(LINE in notice for notice in loaded[rank]["loaded"].notices) != continues
+
+
+def test_generators_of_an_older_checkpoint_may_not_agree_over_tensor_parallel_ranks(
+    pool: Pools, tmp_path: Path
+) -> None:
+    """It does not tell the places of its ranks."""
+    run = replace(RUN, **TENSOR)
+    pool(2).run(train, run, tmp_path, 1, 1, draw=True)
+    sign(tmp_path / "step-1", config={})
+    for rank, found in enumerate(pool(2).run(train, run, tmp_path, 2, 2, draw=True)):
+        assert found["draws"] == [_fresh(rank)]
 
 
 def _drawn(world: DistEnv, folder: str, *flags: str) -> float:

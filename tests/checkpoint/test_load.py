@@ -203,3 +203,13 @@ def test_types_are_converted_on_request_alone_and_whole_numbers_never() -> None:
             select(saved, wanted, convert=convert)
         row = f"model.w {saved['model.w'][0]}[64, 64] float32[64, 64] another dtype"
         assert row in " ".join(str(error.value).split())
+
+
+def test_what_belongs_to_a_weight_that_is_left_out_is_left_out_too() -> None:
+    described: list[Any] = ["float32", [64, 64]]
+    names = ["model.a", "model.b", "optimizer.state.a.exp_avg", "optimizer.state.b.exp_avg"]
+    both = dict.fromkeys(names, described)
+    assert select(both, both, ["model.a"]).keep == {"model.a", "optimizer.state.a.exp_avg"}
+    assert select(both, both, ["optimizer"]).keep == set(names[2:])
+    with pytest.raises(CheckpointError, match="leaves nothing"):
+        select(both, both, ["model.*"])

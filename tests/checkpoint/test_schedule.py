@@ -57,3 +57,10 @@ def test_the_clock_of_rank_0_decides_for_all_and_is_seldom_asked(pool: Pools) ->
     assert all(100 <= gap <= 100 * 33 / 32 for gap in gaps), "late by a thirty-second at most"
     assert here["met"] == there["met"]
     assert len(here["met"]) < 1200
+
+
+def test_a_run_that_goes_back_saves_in_time(pool: Pools) -> None:
+    """From step 59 to step 5: the clock is asked before step 60 comes again."""
+    config = Checkpoint(interval=50, interval_type="seconds")
+    (found, _) = pool(2).run(_ask, config, [1.0] * 160, steps=[*range(1, 60), *range(5, 110)])
+    assert found["times"] == [51, 101, 151]

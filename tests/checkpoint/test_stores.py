@@ -42,6 +42,7 @@ def test_urls_that_cannot_work_are_refused_with_the_config(monkeypatch: pytest.M
 
     assert refused("s3://bucket/run", "s3://bucket/other") == ""
     assert refused("file:///tmp/x") == ""
+    assert to_path("file:///tmp/a%20b") == Path("/tmp/a b")
     assert "memory of one process" in refused("memory://run")
     assert "names no bucket" in refused("s3://")
     for url in ("s33://bucket/run", "zip://run"):

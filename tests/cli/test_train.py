@@ -137,6 +137,8 @@ def test_one_rank_per_visible_gpu(
     monkeypatch.setenv("NGPU", "5")
     assert start("debug_model.toml") == exit_codes.CONFIG
     assert "2 GPU(s)" in capsys.readouterr().err
+    assert start() == exit_codes.CONFIG
+    assert "no file and no key is given" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,9 @@ from tests.support.token_folders import TOKENIZER, write_prepared
 from titanlite.cli.main import main
 from titanlite.data import DataError, token_integrity
 from titanlite.data.token_files import TokenFiles, TokenKeys, open_tokens
+from titanlite.data.token_hash_callback import TokenHashes
 from titanlite.data.token_paths import INDEX
+from titanlite.dist.signals import StopSignal
 
 LENGTHS = [[30, 20, 50]] * 3
 
@@ -131,6 +135,19 @@ def test_offsets_and_sizes_are_checked_at_the_start(tmp_path: Path) -> None:
         (folder / INDEX).write_text(json.dumps({**index, "parts": parts}))
         with pytest.raises(DataError, match=said):
             opened(folder, None)
+
+
+def test_a_save_waits_for_the_parts_that_were_read(tmp_path: Path) -> None:
+    folder = prepared(tmp_path / "a")
+    flip(folder / "part-0.tokens", 5)
+    files = opened(folder, None)
+    assert files.check is not None
+    callback = TokenHashes([files.check])
+    trainer: Any = SimpleNamespace(stop=StopSignal())
+    callback.on_phase(trainer, "save")
+    begin(files, 0, 10)
+    with pytest.raises(DataError, match=r"part-0\.tokens is damaged"):
+        callback.on_phase(trainer, "save")
 
 
 @pytest.mark.slow

@@ -19,7 +19,11 @@ from titanlite.run.features import FEATURES, Feature, features_of
 ON = {
     "": [],
     "context": ["--experimental.context_parallel_degree=2"],
-    "ema pipeline": ["--experimental.pipeline_parallel_degree=2", "--optimizer.ema_decay=0.5"],
+    "ema pipeline sdc": [
+        "--experimental.pipeline_parallel_degree=2",
+        "--optimizer.ema_decay=0.5",
+        "--sdc.freq=9",
+    ],
     "experts": ["--model.name=mixtral", "--parallelism.expert_parallel_degree=2"],
     # MXFP8 is float8 with other numbers.
     "float8 mx": [

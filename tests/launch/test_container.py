@@ -93,6 +93,20 @@ def test_a_sagemaker_job_becomes_a_torchrun_command(
     assert variables["FI_EFA_USE_DEVICE_RDMA"] == "1"
 
 
+def test_an_entry_point_of_an_estimator_is_left_to_the_toolkit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = _opt_ml(tmp_path / "ml", ["algo-1"], "algo-1", sagemaker_program="train.py")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="entry_point needs sagemaker-pytorch-training"):
+        sagemaker_job(base)
+    (tmp_path / "train").touch(mode=0o755)
+    command, variables = sagemaker_job(base)
+    assert command == ["train"]
+    module = "sagemaker_pytorch_container.training:main"
+    assert variables == {"SAGEMAKER_TRAINING_MODULE": module}
+
+
 def test_the_expressions_of_the_sagemaker_script_find_the_figures_of_a_log(
     golden: GoldenRun,
 ) -> None:

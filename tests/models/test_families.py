@@ -308,12 +308,20 @@ def test_each_flavor_has_as_many_parameters_as_in_transformers_and_its_config_js
         ("mistral", {"num_hidden_layers": 10**9}, "num_hidden_layers is more than 10000"),
         ("llama4", {"interleave_moe_layer_step": 9}, "no block has experts"),
         ("deepseek_v3", {"topk_group": 9}, "topk_group must be at most n_group = 4"),
+        ("llama4", {"model_type": "llama4"}, "text_config is missing"),
+        (
+            "olmo3",
+            {"rope_parameters": {"sliding_attention": {"rope_theta": 1e5}}},
+            "is 10000.0 in layers without a window and 100000.0 in the others; an OLMo 3 here",
+        ),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; the models"),
         ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be positive, got 0"),
     ],
 )
 def test_another_config_json_is_refused(family: str, changes: dict[str, Any], words: str) -> None:
     """What `transformers` takes, or has no say in; test_config_fields.py has every other entry."""
-    args = {"mistral": MISTRAL, "gemma3": GEMMA3, "llama4": LLAMA4, "deepseek_v3": V3}[family]
+    small = {"mistral": MISTRAL, "gemma3": GEMMA3, "llama4": LLAMA4, "deepseek_v3": V3}
+    args = {**small, "olmo3": OLMO3}[family]
     with pytest.raises(ValueError, match=words):
         SPECS[family].args_from_hf({**SPECS[family].hf_config(args), **changes})
 

@@ -129,7 +129,7 @@ def test_from_scratch(tmp_path: Path) -> None:
         "assets/train/*.gz": "assets/validation/*.gz",
         "steps = 600": "steps = 12",
         "interval = 200": "interval = 6",
-        '"./mine/held-out-tokens"': '"./mine/held-out-tokens"\nfreq = 6\nsteps = 2',
+        '"./own/held-out-tokens"': '"./own/held-out-tokens"\nfreq = 6\nsteps = 2',
         "[training]": "[model.overrides]\nn_layers = 2\n\n[training]",
     }
     done = follow(lay_out("from-scratch", tmp_path, smaller), tmp_path)

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,11 +20,13 @@ from tests.support.ranks import train
 from tests.support.tiny import TWENTY_STEPS, size
 from tests.support.whole_runs import losses_of, make_trainer, train_run
 from titanlite import exit_codes
+from titanlite.assembly.schedule_change import schedule_change
 from titanlite.checkpoint.loaded import LoadedState
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.checkpoint.resume import begin_from
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.dist.dist_env import DistEnv
+from titanlite.optim.schedule import LearningRate, Schedule
 from titanlite.runs.attempts import read_attempts
 from titanlite.runs.lines import read_metrics
 from titanlite.trainer import Trainer
@@ -91,6 +94,23 @@ def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused(
     wanted = f"step-10 does not say where its run continues: {name} in its train state"
     with pytest.raises(CheckpointError, match=wanted):
         begin_from(cast("Trainer", None), loaded)
+
+
+def test_phases_and_schedules_of_another_version_are_told_as_changes() -> None:
+    plain = LearningRate(Schedule(10, 2, "constant", "titan", 0.0), 1e-3)
+    halved = replace(plain, phases=((8, 0.5),))
+
+    def change(before: LearningRate, now: LearningRate, **other: Any) -> str | None:
+        record = json.loads(json.dumps({**before.record(), **other}))
+        return schedule_change(LoadedState(6, {"schedule": record}), now, 10)
+
+    assert change(plain, plain) is change(halved, halved) is None
+    assert "phases [[8, 0.5]] -> []" in (change(halved, plain) or "")
+    assert "phases [] -> [[8, 0.5]]" in (change(plain, halved) or "")
+    for name, value in {"decay_type": "wavelet", "warmup_steps": "2 %", "phases": [8]}.items():
+        found = change(plain, plain, **{name: value}) or ""
+        assert f"schedule changed since step 6: {name} {value} -> " in found
+        assert "learning rate of step" not in found
 
 
 @pytest.mark.slow

@@ -194,6 +194,13 @@ def test_a_save_that_fails_is_not_called_saved(pool: Pools, tmp_path: Path) -> N
         assert "its checkpoint could not be written, there is no checkpoint" in ended["error"]
 
 
+def test_a_signal_in_the_very_last_step_lets_the_run_be_done(pool: Pools, tmp_path: Path) -> None:
+    flags = ["--training.steps=2", "--no-validation.enable"]
+    for ended in pool(2).run(_run, str(tmp_path), "data", 2, 0, signal.SIGTERM, *flags):
+        assert ended["code"] == exit_codes.DONE
+    assert read_entries(tmp_path)[-1]["state"] == "done"
+
+
 # StopSignal alone
 
 

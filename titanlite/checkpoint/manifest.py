@@ -35,6 +35,7 @@ from titanlite.checkpoint.errors import NewerFormatError as NewerFormatError
 from titanlite.checkpoint.hf_files import is_torchtitan
 from titanlite.checkpoint.store_paths import AnyPath, StoreError, entries, files_in
 from titanlite.config.urls import public_names
+from titanlite.runs import ATTEMPTS
 from titanlite.utils import human_bytes
 
 FORMAT = 4
@@ -422,6 +423,10 @@ def root_of(path: AnyPath) -> AnyPath:
     for root in (path, path / "checkpoint"):
         if any(NAMES.fullmatch(name) for name in entries(root)):
             return root
+    if (path / ATTEMPTS).is_file():
+        raise CheckpointError(
+            f"the run {path} has kept no checkpoint: train it with --checkpoint.enable_checkpoint"
+        )
     if path.is_dir():
         raise CheckpointError(
             f"{path} holds no checkpoints, nor does a folder 'checkpoint' in it, and no weights as "

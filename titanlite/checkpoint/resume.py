@@ -137,7 +137,7 @@ def restore(trainer: Trainer, loaded: LoadedState) -> None:
 
 
 def roll_back(trainer: Trainer, bad: BadStepError) -> None:
-    """Go back to the newest checkpoint that is not suspect, and skip the text of the bad step.
+    """Go back to the newest checkpoint that is not suspect, and skip the text of a bad loss.
 
     All ranks call it together. Raises `bad` where its budget is used up, or there is no checkpoint.
     """
@@ -155,7 +155,9 @@ def roll_back(trainer: Trainer, bad: BadStepError) -> None:
         raise bad from error
     fetched = trainer.recent[bad.step]
     data = {"next_sequence": 0} if "dataloader" in loaded.left_out else loaded.train["data"]
-    train = {**loaded.train, "data": skip_to(data, fetched.after)}
+    # The text of a step that was computed wrong is not to blame.
+    next_data = data if bad.kind == "corruption" else skip_to(data, fetched.after)
+    train = {**loaded.train, "data": next_data}
     trainer.loaded = replace(loaded, train=train, left_out=loaded.left_out - {"dataloader"})
     restore(trainer, trainer.loaded)
     trainer.recent.clear()

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 #: Seconds for the hashes of prepared tokens that were read.
 _PATIENCE = 600.0
 #: Sections that only training needs: what they hold may be of another version, or missing here.
-_OF_TRAINING = ("eval", "guard", "ladder", "launch", "lr_scheduler", "profiling", "stall")
+_OF_TRAINING = ("eval", "guard", "ladder", "launch", "lr_scheduler", "profiling", "sdc", "stall")
 #: Sections whose keys do not change the model, its numbers or its text.
 _HARMLESS = (
     *_OF_TRAINING,

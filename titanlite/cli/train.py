@@ -63,6 +63,9 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 
     argv = [*files_of(arguments), *arguments.flags]
     is_asked = arguments.nproc is not None or arguments.nnodes is not None
+    if not argv and "RANK" not in os.environ:
+        message = "no file and no key is given"
+        raise bad_flag("CONFIG", message, "`titanlite train debug_model.toml` is a first run")
     if not is_asked and {"RANK", "WORLD_SIZE"} & os.environ.keys():
         main.main(argv)
     config, problems = read(argv)

@@ -102,6 +102,7 @@ NEEDS: tuple[Rule, ...] = (
 )
 #: A value of a key excludes one of another.
 CONFLICTS: tuple[Rule, ...] = (
+    Rule("sdc.freq", bool, _EARLY, True, "weights change in the pass that is repeated"),
     Rule(_LOAD, bool, _START, "fresh", '"from" starts there'),
     Rule("checkpoint.load_step", lambda step: step >= 0, _START, "fresh", "it loads nothing"),
     Rule("training.dataset_path", bool, "data.source", bool, _ADVICE),

@@ -178,6 +178,15 @@ class Guard(Section, frozen=True):
     """Steps of history for max_skips and spike_sigmas."""
 
 
+class Sdc(Section, frozen=True):
+    """Find silent data corruption: devices, links or memory that compute wrong without an error."""
+
+    freq: Natural = 0
+    """Run the forward and backward pass of every freq-th step twice, and of the first of a start.
+    Bits that differ end the run, or take it back (guard.policy = "rollback"). 0: never.
+    """
+
+
 class Stall(Section, frozen=True):
     """A watchdog over ranks that stop making progress."""
 

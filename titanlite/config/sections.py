@@ -397,6 +397,7 @@ class Config(Section, frozen=True):
     experimental: Experimental = Experimental()
     parallelism: Parallelism = Parallelism()
     guard: run.Guard = run.Guard()
+    sdc: run.Sdc = run.Sdc()
     comm: run.Comm = run.Comm()
     debug: run.Debug = run.Debug()
     profiling: run.Profiling = run.Profiling()

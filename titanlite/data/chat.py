@@ -211,7 +211,7 @@ def load_template(
         raise DataError(
             f"{key}: the tokenizer brings no chat template ({TEMPLATE}, or chat_template in "
             f"{_CONFIG}, in {folder or 'the folder of model.tokenizer_path'}); name a Jinja file, "
-            f'or "{_PLAIN}"'
+            f'or "{_PLAIN}", as data.chat_template of the run'
         )
     try:
         _compiled(source)

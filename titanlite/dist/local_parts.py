@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -47,3 +48,13 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
     """Return this rank's stages of a pipeline, or the model itself."""
     stages = getattr(model, "pipeline_stages", None)
     return [model] if stages is None else list(stages())
+
+
+def bit_sum(part: Tensor) -> Tensor:
+    """Sum a tensor's bytes, as far as possible as numbers of 64 bits; on its device, a scalar."""
+    flat = part.detach().reshape(-1)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    octets = flat.view(torch.uint8)
+    whole = octets.numel() // 8 * 8
+    return octets[:whole].view(torch.int64).sum() + octets[whole:].sum()

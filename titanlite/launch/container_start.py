@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -23,13 +24,15 @@ from titanlite.utils import parse_json
 
 #: As SageMaker's own toolkit has it.
 _PORT = 7777
+#: The part of the toolkit that starts torchrun.
+_TOOLKIT = {"SAGEMAKER_TRAINING_MODULE": "sagemaker_pytorch_container.training:main"}
 
 
 def sagemaker_job(base: Path) -> tuple[list[str], dict[str, str]]:
     """Return command and variables of a SageMaker training job, as its toolkit sets them.
 
     base: /opt/ml. The hyperparameter `config_file` is the config; others are `section.key`. The
-    first host has rank 0.
+    first host has rank 0. A job with an `entry_point` is left to the toolkit's own `train`.
     """
     config = base / "input" / "config"
 
@@ -37,6 +40,11 @@ def sagemaker_job(base: Path) -> tuple[list[str], dict[str, str]]:
         file = config / f"{name}.json"
         return parse_json(file.read_bytes()) if file.exists() else {}
 
+    parameters = read("hyperparameters")
+    if "sagemaker_program" in parameters:
+        if shutil.which("train") is None:
+            sys.exit("error: an entry_point needs sagemaker-pytorch-training in the image")
+        return ["train"], _TOOLKIT
     resources = read("resourceconfig")
     hosts: list[str] = resources.get("hosts") or ["localhost"]
     here = resources.get("current_host", hosts[0])
@@ -65,7 +73,7 @@ def sagemaker_job(base: Path) -> tuple[list[str], dict[str, str]]:
     for name, value in options.items():
         command += [f"--{name}", value]
     command += ["-m", "titanlite", "train"]
-    for name, value in sorted(read("hyperparameters").items()):
+    for name, value in sorted(parameters.items()):
         if not name.startswith("sagemaker_"):
             key = "job.config_file" if name == "config_file" else name
             # The SDK writes JSON, other callers plain text.

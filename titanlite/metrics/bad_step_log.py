@@ -68,11 +68,13 @@ class AnomalyLog:
         self, bad: BadStepError, fetched: Fetched, step: int, data: dict[str, Any]
     ) -> None:
         """data: the loader's state in the checkpoint of `step`."""
-        skipped = steps_text(data["next_sequence"], fetched.after["next_sequence"], self._course)
-        words = (
-            f". Rolled back to the checkpoint of step {step}, without the data of steps {skipped} "
-            "from now on"
-        )
+        skipped = ""
+        words = f". Rolled back to the checkpoint of step {step}"
+        if bad.kind != "corruption":
+            skipped = steps_text(
+                data["next_sequence"], fetched.after["next_sequence"], self._course
+            )
+            words += f", without the data of steps {skipped} from now on"
         self._write(bad, "rollback", fetched, words, back_to_step=step, left_out=skipped)
         before, times = self._returned
         if bad.step - step > _SOON:

@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanlite.callbacks import Callback
 from titanlite.dist.dist_env import gather_objects
+from titanlite.dist.local_parts import bit_sum
 from titanlite.optim.bad_step_errors import name_ranks
 from titanlite.utils import logger
 
@@ -70,15 +70,5 @@ def _shared_parts(model: nn.Module, ranks: int) -> dict[tuple[str, tuple[int, ..
             part = tensor.to_local()
             _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
         if part.numel():
-            found[name.removeprefix("model."), tuple(offset)] = _bits(part)
+            found[name.removeprefix("model."), tuple(offset)] = int(bit_sum(part))
     return found
-
-
-def _bits(part: Tensor) -> int:
-    """Sum a tensor's bytes, as far as possible as numbers of 64 bits."""
-    flat = part.detach().reshape(-1)
-    if flat.storage_offset() * flat.element_size() % 8:
-        flat = flat.clone()
-    octets = flat.view(torch.uint8)
-    whole = octets.numel() // 8 * 8
-    return int(octets[:whole].view(torch.int64).sum()) + int(octets[whole:].sum())

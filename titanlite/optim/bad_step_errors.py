@@ -86,3 +86,13 @@ class WeightsError(BadStepError):
         super().__init__(step, math.nan, math.nan, "", "weights not finite")
         self.done = self.updated = done
         self.args = (f"step {step}: {where} is not finite after step {done}. {then}",)
+
+
+class CorruptionError(BadStepError):
+    """A step that was computed twice gave other bits. ranks: where it did first."""
+
+    exit_code = exit_codes.CORRUPTION
+
+    def __init__(self, step: int, why: str, ranks: Sequence[int]) -> None:
+        super().__init__(step, math.nan, math.nan, "", "corruption", ranks)
+        self.args = (f"step {step}: {why}. No update was made of it",)

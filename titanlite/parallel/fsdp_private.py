@@ -7,10 +7,11 @@ which lacks a name fails there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as FSDPParam
@@ -27,6 +28,21 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
         elif state._fsdp_param_group is not None:
             # torch 2.11: at most one group of a module.
             yield state._fsdp_param_group
+
+
+def before_reduction(model: nn.Module, see: Callable[[nn.Parameter, Tensor], object]) -> None:
+    """Let `see` have each parameter and its gradient on this rank, before ranks sum gradients."""
+
+    def watched(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+        for parameter in group.fsdp_params:
+            gathered = getattr(parameter, "_unsharded_param", None)
+            if gathered is not None and gathered.grad is not None:
+                see(parameter.sharded_param, gathered.grad)
+        post_backward(*unused)
+
+    for group in parameter_groups(model):
+        if ranks_of(group) > 1:
+            group.post_backward = partial(watched, group, group.post_backward)
 
 
 def ranks_of(group: Any) -> int:

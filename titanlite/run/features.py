@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from titanlite.features.loss_chunks import LossChunks
     from titanlite.features.mup import MupFeature
     from titanlite.features.pipeline import PipelineParallel
+    from titanlite.features.sdc import CorruptionChecks
     from titanlite.features.tasks import TaskEvaluation
     from titanlite.models.spec import Init, ModelSpec
     from titanlite.parallel.parallelize import ModelBuilder
@@ -197,6 +198,7 @@ FEATURES = (
         lambda c: c.activation_checkpoint.offload,
     ),
     Entry("ema", "titanlite.features.ema:WeightAveraging", lambda c: bool(c.optimizer.ema_decay)),
+    Entry("sdc", "titanlite.features.sdc:CorruptionChecks", lambda c: c.sdc.freq > 0),
     Entry("tasks", "titanlite.features.tasks:TaskEvaluation", lambda c: bool(c.eval.tasks)),
     Entry(
         "hub",
@@ -227,6 +229,7 @@ class Features:
     mup: MupFeature | None = None
     activation_offload: ActivationOffload | None = None
     ema: WeightAveraging | None = None
+    sdc: CorruptionChecks | None = None
     tasks: TaskEvaluation | None = None
     hub: HubFeature | None = None
     local_saves: LocalSaves | None = None

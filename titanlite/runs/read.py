@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -171,7 +172,18 @@ def read_run(folder: Path) -> Run:
     rows: tuple[Row, ...] = ()
     with suppress(FileNotFoundError):
         rows = _rows(folder / METRICS, problems)
-    return Run(folder, attempts, rows, last_sign_of_life(folder), tuple(problems))
+    alive = last_sign_of_life(folder)
+    if attempts and not (folder / LOCK).exists() and _trains_here(attempts[-1]):
+        # A loop of somebody's own took no lock.
+        alive = modified_at(folder / ATTEMPTS)
+    return Run(folder, attempts, rows, alive, tuple(problems))
+
+
+def _trains_here(attempt: Attempt) -> bool:
+    """Return whether the process of an attempt runs on this machine."""
+    number = attempt.get("pid")
+    is_here = attempt.get("host") == socket.gethostname()
+    return is_here and isinstance(number, int) and Path(f"/proc/{number}/stat").exists()
 
 
 def last_sign_of_life(folder: Path) -> float | None:

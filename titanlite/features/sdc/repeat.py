@@ -1,0 +1,131 @@
+"""Runs the forward and backward pass of a step twice, and compares the bits on the device.
+
+A hash of 64 bits is taken of this rank's loss, of its gradients before and after they are summed
+over ranks, and of the buffers of the model.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlite.callbacks import Callback
+from titanlite.dist.dist_env import gather_objects
+from titanlite.dist.local_parts import bit_sum, plain_local
+from titanlite.optim.bad_step_errors import CorruptionError, name_ranks
+from titanlite.parallel.fsdp_private import before_reduction
+
+if TYPE_CHECKING:
+    from titanlite.trainer import Trainer
+
+#: Names of what is compared; the first two are of this rank alone.
+_OWN = (_LOSS, _GRADIENT) = "the loss", "the gradient of "
+_SUMMED = "the summed gradient of "
+#: How many of them a message has, and how many hosts.
+_NAMED = 4
+
+
+class RepeatedSteps(Callback):
+    """Lets the run's `Runner` run twice on checked steps: the first of each start, and those whose
+    number `freq` divides.
+
+    Such a step waits for the device. Its update takes the gradients of the second pass.
+    """
+
+    def __init__(self, freq: int) -> None:
+        self._freq = freq
+        self._is_first = True
+        #: By parameter: the hash of its gradients before they are summed over ranks. None: no pass
+        #: of a checked step is under way.
+        self._own: dict[Tensor, Tensor] | None = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._weights = dict(trainer.parts.model.named_parameters())
+        runner: Any = trainer.parts.train_step.runner
+        self._run = runner.forward_backward
+        runner.forward_backward = self._run_twice
+        before_reduction(trainer.parts.model, self._add)
+
+    def _run_twice(self, *arguments: Any) -> Tensor:
+        """Raises CorruptionError on all ranks if the two passes of a checked step differ."""
+        if self._trainer.step % self._freq and not self._is_first:
+            share: Tensor = self._run(*arguments)
+            return share
+        device = self._trainer.parts.world.device
+        state = self._state()
+        kept = [tensor.clone() for tensor in state.values()]
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            first = self._hashed(arguments, state)[1]
+        self._drop_gradients()
+        for tensor, value in zip(state.values(), kept, strict=True):
+            tensor.copy_(value)
+        share, second = self._hashed(arguments, state)
+        differs = torch.stack(list(first.values())) != torch.stack(list(second.values()))
+        anywhere = differs.any().int()
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX)
+        if anywhere:
+            self._drop_gradients()
+            self._fail([name for name, wrong in zip(first, differs.tolist(), strict=True) if wrong])
+        self._is_first = False
+        return share
+
+    def _drop_gradients(self) -> None:
+        for weight in self._weights.values():
+            weight.grad = None
+
+    def _state(self) -> dict[str, Tensor]:
+        """Return what else a pass changes: buffers, and the counts of experts."""
+        found = {}
+        for module_name, module in self._trainer.parts.model.named_modules():
+            for name, value in {**module._buffers, **vars(module)}.items():
+                if isinstance(value, Tensor):
+                    found[f"{module_name}.{name}"] = plain_local(value.detach())
+        return found
+
+    def _add(self, weight: Tensor, gradient: Tensor) -> None:
+        if self._own is not None:
+            # That of the micro-batches before, whose order counts.
+            before = 3 * self._own[weight] if weight in self._own else 0
+            self._own[weight] = bit_sum(plain_local(gradient)) + before
+
+    def _hashed(self, arguments: Any, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return a pass's share of the loss, and hashes by the name of what they are of."""
+        own = self._own = {}
+        share = self._run(*arguments)
+        self._own = None
+        hashes = {_LOSS: bit_sum(share)}
+        for name, weight in self._weights.items():
+            if weight in own:
+                hashes[_GRADIENT + name] = own[weight]
+            if weight.grad is not None:
+                kind = _SUMMED if weight in own else _GRADIENT
+                hashes[kind + name] = bit_sum(plain_local(weight.grad)).to(share.device)
+        return share, hashes | {name: bit_sum(tensor) for name, tensor in state.items()}
+
+    def _fail(self, names: list[str]) -> NoReturn:
+        """Raise the error, the same on all ranks. names: of this rank's hashes that differ."""
+        parts = self._trainer.parts
+        # A sum over ranks takes the error of one to others.
+        own = [name for name in names if name.startswith(_OWN)]
+        found = gather_objects((f"{socket.gethostname()}, {parts.world.device}", own, names))
+        at = 1 if any(own for _, own, _ in found) else 2
+        ranks = [rank for rank, one in enumerate(found) if one[at]]
+        where = f"{name_ranks(ranks)} ({'; '.join(found[rank][0] for rank in ranks[:_NAMED])})"
+        shown = ", ".join(found[ranks[0]][at][:_NAMED])
+        why = f"a second forward and backward pass gave other bits on {where}, first in {shown}"
+        if len(ranks) > 1:
+            why += ". Ranks that exchange activations share a fault of one of them"
+        if self._is_first:
+            # Nothing is gained by going back.
+            parts.train_step.guard.policy = "stop"
+            why += (
+                ". Every step may do so where kernels are not deterministic: set "
+                "debug.deterministic = true; if bits still differ, a device is broken. "
+                "sdc.freq = 0 turns the check off"
+            )
+        raise CorruptionError(self._trainer.step, why, ranks)
