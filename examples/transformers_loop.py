@@ -1,20 +1,22 @@
-"""Models of transformers in a loop of your own: T5 or ViT, sharded by block class, with
+"""Other models in a loop of your own: T5 of transformers or DeepViT, sharded by block class, with
 checkpoints.
 
     torchrun --nproc_per_node 2 examples/transformers_loop.py t5 20 outputs/t5
     # goes on at step 20, on 4 ranks
     torchrun --nproc_per_node 4 examples/transformers_loop.py t5 30 outputs/t5
 
-Arguments: t5 or vit, steps, folder. The models are tiny, with random weights; the data are
-computed.
+Arguments: a name of MODELS, steps, folder. t5 and deepvit are tiny, with random weights and
+computed data. transformers_memory.py plans the others.
 """
 
 import sys
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
-from transformers import T5Config, T5ForConditionalGeneration, ViTConfig, ViTForImageClassification
+from transformers import T5Config, T5ForConditionalGeneration
 
 from titanlite import (
     ActivationCheckpoint,
@@ -30,27 +32,67 @@ from titanlite import (
 BATCH = 8  # of all ranks
 
 
-def t5() -> tuple[nn.Module, list[str]]:
+def t5(layers: int, heads: int, **sizes: int) -> tuple[nn.Module, list[str]]:
     """Return an encoder-decoder and the classes of its blocks."""
-    config = T5Config(
-        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0
-    )
+    config = T5Config(num_layers=layers, num_heads=heads, dropout_rate=0.0, **sizes)
     config.decoder_start_token_id = 0
     config.use_cache = False  # a recomputed block would find its own keys in the cache
     return T5ForConditionalGeneration(config), ["T5Block"]
 
 
-def vit() -> tuple[nn.Module, list[str]]:
+class DeepViTBlock(nn.Module):
+    """A transformer block whose heads are mixed after the softmax (re-attention, 2103.11886)."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.mix = nn.Linear(heads, heads, bias=False)
+        self.mix_norm = nn.LayerNorm(heads)
+        self.out = nn.Linear(dim, dim)
+        self.ffn = nn.Sequential(
+            nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        weights = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1)
+        mixed = self.mix_norm(self.mix(weights.permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
+        x = x + self.out((mixed @ v).transpose(1, 2).flatten(2))
+        return x + self.ffn(x)
+
+
+class DeepViT(nn.Module):
+    """A classifier of square images."""
+
+    def __init__(self, dim: int, layers: int, heads: int, image: int, patch: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, dim, patch, patch)
+        self.positions = nn.Parameter(torch.randn(1, (image // patch) ** 2, dim) * 0.02)
+        self.blocks = nn.Sequential(*[DeepViTBlock(dim, heads) for _ in range(layers)])
+        self.head = nn.Linear(dim, 1000)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> SimpleNamespace:
+        patches = self.patches(pixel_values.to(self.patches.weight.dtype)).flatten(2)
+        features = self.blocks(patches.transpose(1, 2) + self.positions)
+        logits = self.head(features.mean(1))
+        return SimpleNamespace(loss=nn.functional.cross_entropy(logits.float(), labels))
+
+
+def deepvit(*sizes: int) -> tuple[nn.Module, list[str]]:
     """Return a vision transformer and the classes of its blocks."""
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 64,
-    }
-    return ViTForImageClassification(
-        ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=4)
-    ), ["ViTLayer"]
+    return DeepViT(*sizes), ["DeepViTBlock"]
+
+
+MODELS = {
+    "t5": partial(t5, 2, 4, vocab_size=64, d_model=32, d_kv=8, d_ff=64),
+    "t5-3b": partial(t5, 24, 32, d_model=1024, d_kv=128, d_ff=16384),
+    "t5-11b": partial(t5, 24, 128, d_model=1024, d_kv=128, d_ff=65536),
+    "deepvit": partial(deepvit, 32, 2, 4, 16, 4),
+    "deepvit-8b": partial(deepvit, 4096, 40, 32, 224, 16),
+}
 
 
 def batch_of(kind: str, step: int) -> dict[str, Tensor]:
@@ -73,7 +115,7 @@ def train(world: DistEnv, kind: str, steps: int, folder: str) -> Iterator[tuple[
     mean loss.
     """
     torch.manual_seed(0)  # every rank builds the same weights, and then keeps its part
-    model, classes = {"t5": t5, "vit": vit}[kind]()
+    model, classes = MODELS[kind]()
     mesh = world.build_mesh(dp_shard=world.size)
     groups = groups_by_class(model, classes)
     apply_ac(

@@ -291,7 +291,7 @@ def reader_figures(source: Source) -> list[Figure]:
     known = len(keys())
     return [
         Figure("private functions called once", f"{share} in 1,000 lines", {"": share}, {"": 4.0}),
-        Figure("words of docstrings", f"{words:,}", {"": words}, {"": 44_000}),
+        Figure("words of docstrings", f"{words:,}", {"": words}, {"": 45_000}),
         Figure("commands", in_words(commands), commands, {"of the core": 14, "of contrib": 6}),
         Figure("keys", f"{known}", {"": known}, {"": 250}),
     ]

@@ -1,19 +1,23 @@
-"""examples/transformers_loop.py: T5 and ViT of `transformers`, sharded, trained, saved and
-resumed.
+"""examples/transformers_loop.py: T5 of `transformers` and DeepViT, sharded, trained, saved and
+resumed; transformers_memory.py plans their large sizes.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.pool import Pools
-from titanlite import Checkpointer
+from tests.support.processes import python
+from titanlite import Checkpointer, apply_fsdp, groups_by_class
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.dotted_paths import resolve
 from titanlite.dist.dist_env import DistEnv
@@ -21,7 +25,7 @@ from titanlite.dist.dist_env import DistEnv
 FILE = Path(__file__).resolve().parents[1] / "examples" / "transformers_loop.py"
 BLOCKS = {
     "t5": ["decoder.block.0", "decoder.block.1", "encoder.block.0", "encoder.block.1"],
-    "vit": ["vit.layers.0", "vit.layers.1"],
+    "deepvit": ["blocks.0", "blocks.1"],
 }
 
 
@@ -51,7 +55,7 @@ def _train(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["vit", "t5"])
+@pytest.mark.parametrize("kind", ["deepvit", "t5"])
 def test_it_trains_sharded_and_resumes_exactly_on_another_rank_count(
     pool: Pools, tmp_path: Path, kind: str
 ) -> None:
@@ -72,3 +76,42 @@ def test_it_trains_sharded_and_resumes_exactly_on_another_rank_count(
     # Its first loss is of the loaded weights alone; the others also of the optimizer's state.
     assert alone[0][1] == pytest.approx(losses[5], rel=1e-6)
     assert [loss for _, loss in alone] == pytest.approx(losses[5:], rel=1e-4)
+
+
+def _rope(world: DistEnv) -> tuple[torch.Tensor, torch.Tensor]:
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    model = LlamaForCausalLM(config)
+    rope = model.model.rotary_emb
+    before = rope.inv_freq.clone()
+    seen: list[torch.Tensor] = []
+    rope.register_forward_pre_hook(lambda module, _: seen.append(module.inv_freq))
+    groups = groups_by_class(model, ["LlamaDecoderLayer"])
+    apply_fsdp(model, groups, world.build_mesh(dp_shard=1), param_dtype=torch.bfloat16)
+    model(torch.zeros(1, 4, dtype=torch.int64))
+    return before, seen[0]
+
+
+def test_buffers_stay_in_float32_beside_bfloat16_weights(pool: Pools) -> None:
+    """FSDP1's `buffer_dtype = float32`: the frequencies of RoPE are not rounded."""
+    before, seen = pool(1).run(_rope)[0]
+    assert seen.dtype == torch.float32
+    assert torch.equal(before, seen)
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_large_model_is_that_of_its_page() -> None:
+    """Without data; parameters and optimizer by hand: 4 and 4 + 2 bytes over 24 GPUs."""
+    out = python(str(FILE.with_name("transformers_memory.py")), "t5-11b", "24", "50").stdout
+    assert "t5-11b: 11,307,321,344 parameters" in out
+    found = dict(re.findall(r"^(\w[\w ]*\w) +([0-9.]+) GiB", out, re.MULTILINE))
+    for part, size in (("parameters", 4), ("optimizer", 6)):
+        assert float(found[part]) == pytest.approx(11307321344 * size / 24 / 2**30, abs=0.06)
+    page = (FILE.parents[1] / "docs" / "from-aws-fsdp.md").read_text()
+    assert f"| T5 11B | `t5-11b 24 50` | {found['in all']} |" in page

@@ -248,3 +248,18 @@ def test_the_log_has_the_lines_of_the_samples(log: str) -> None:
     # The start report counts the tensors.
     count = re.search(wanted[1], lines[1])
     assert count and f"{int(count[1]):,} parameters" in log
+
+
+def test_the_cluster_of_parallelcluster_has_the_queues_types_and_folders_of_its_page() -> None:
+    cluster = yaml.safe_load((ROOT / "deploy" / "examples" / "slurm" / "cluster.yaml").read_text())
+    page = (ROOT / "docs" / "launch" / "parallelcluster.md").read_text()
+    types = {}
+    for queue in cluster["Scheduling"]["SlurmQueues"]:
+        (resource,) = queue["ComputeResources"]
+        types[queue["Name"]] = resource["InstanceType"]
+        assert resource["Efa"]["Enabled"]
+        assert find_instance(resource["InstanceType"]).efa
+        assert queue["ComputeSettings"]["LocalStorage"]["EphemeralVolume"]["MountDir"] == "/local"
+    assert types == {"p5": "p5.48xlarge", "p4d": "p4d.24xlarge"}
+    assert [one["MountDir"] for one in cluster["SharedStorage"]] == ["/fsx"]
+    assert f"--launch.queue p5 --launch.nodes 4 --launch.instance_type {types['p5']}" in page

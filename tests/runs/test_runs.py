@@ -45,6 +45,7 @@ def test_the_table_has_every_run_with_its_state_and_figures(
     write_metrics(tmp_path / "two", rows)
     with RunLock(tmp_path / "three"):
         record = start(tmp_path / "three")
+        change_start(tmp_path / "three", 1, pid=2**22 + 1)
         status, out, err = listed(capsys, str(tmp_path))
     assert (status, err) == (0, "")
     lines = {line.split()[0].rpartition("/")[2]: line.split()[1:] for line in out.splitlines()}
@@ -59,10 +60,10 @@ def test_the_table_has_every_run_with_its_state_and_figures(
     assert listed(capsys, *attempts)[1].split()[-5:] == ["died", "–", "7", "–", "–"]
     with RunLock(tmp_path / "three"):
         assert listed(capsys, *attempts)[1].split()[-5:] == ["running", "–", "7", "–", "–"]
-    start(tmp_path / "of_a_loop")
-    assert "running" in listed(capsys, str(tmp_path / "of_a_loop"))[1], "it took no lock"
-    change_start(tmp_path / "of_a_loop", 1, pid=2**22 + 1)
-    assert "died" in listed(capsys, str(tmp_path / "of_a_loop"))[1]
+    start(tmp_path / "loop")
+    assert "running" in listed(capsys, str(tmp_path / "loop"))[1], "it took no lock"
+    change_start(tmp_path / "loop", 1, pid=2**22 + 1)
+    assert "died" in listed(capsys, str(tmp_path / "loop"))[1]
     record.end("stopped", 7, reason="step 8: loss nan")
     out = listed(capsys, str(tmp_path))[1]
     assert "three  stopped by guard   7 of 40" in out

@@ -72,7 +72,7 @@ def test_the_wheel_has_configs_schema_and_types(installed: Path) -> None:
 
 def test_the_page_of_the_package_index_links_to_no_file(installed: Path) -> None:
     (distribution,) = importlib.metadata.distributions(path=[str(installed)])
-    page = distribution.metadata.get_payload()
+    page = distribution.metadata["Description"]
     assert "pip install titanlite" in page
     targets = re.findall(r"\]\(([^)\s]+)\)", page)
     assert [target for target in targets if not target.startswith("https://")] == []

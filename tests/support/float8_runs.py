@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.support.checkpoints import train as train_and_save
 from tests.support.harness import TINY, Run, changed, stepper
 from tests.support.watch import Watch
 from titanlite.config.sections import Float8, Training
@@ -120,3 +121,14 @@ def spread(plain: list[float], others: list[list[float]]) -> float:
 def distance(a: list[float], b: list[float]) -> float:
     """Mean over steps."""
     return (torch.tensor(a) - torch.tensor(b)).abs().mean().item()
+
+
+def resumed(world: DistEnv, run: Run, folder: str) -> tuple[dict[str, Any], list[float]]:
+    """Six steps without a break, and the losses of six that were saved and resumed after
+    the third.
+    """
+    straight = train_and_save(world, run, f"{folder}/straight", 1, 6, every=3)
+    parts = [train_and_save(world, run, f"{folder}/parts", *steps) for steps in ((1, 3), (4, 6))]
+    for name, tensor in straight["weights"].items():
+        assert torch.equal(parts[1]["weights"][name], tensor), name
+    return straight, parts[0]["losses"] + parts[1]["losses"]

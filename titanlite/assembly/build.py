@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,8 +122,7 @@ class TrainingComponents:
         """What reports bad steps."""
         from titanlite.metrics.bad_step_log import AnomalyLog
 
-        folder = Path(self.run.job.dump_folder) if self.world.rank == 0 else None
-        return AnomalyLog(folder, self.datasets.train, self.run.course, self.loaders.share)
+        return AnomalyLog(self)
 
     def close(self) -> None:
         """End the threads; what cannot be closed does not keep the rest open."""

@@ -146,6 +146,8 @@ def roll_back(trainer: Trainer, bad: BadStepError) -> None:
     parts.train_step.guard.consume_budget(bad)
     trainer.phase("rollback")
     trainer.poll_saves(wait=True)
+    fetched = trainer.recent[bad.step]
+    parts.anomalies.measure(bad, fetched)
     try:
         loaded = parts.checkpointer.load_newest(
             parts.model, parts.optimizer, lambda newest: parts.anomalies.mark_suspect(bad, newest)
@@ -153,7 +155,6 @@ def roll_back(trainer: Trainer, bad: BadStepError) -> None:
     except CheckpointError as error:
         bad.explain(f'guard.policy = "rollback", but there is nothing to go back to: {error}')
         raise bad from error
-    fetched = trainer.recent[bad.step]
     data = {"next_sequence": 0} if "dataloader" in loaded.left_out else loaded.train["data"]
     # The text of a step that was computed wrong is not to blame.
     next_data = data if bad.kind == "corruption" else skip_to(data, fetched.after)

@@ -92,7 +92,7 @@ GONE = {
         "`hf download ID --repo-type dataset --local-dir FOLDER` copies a data set; other URLs are "
         "copied by the client of their store"
     ),
-    "data at-step": "`titanlite data peek CONFIG --first N` shows the sequences of guard.jsonl",
+    "data at-step": "`titanlite data peek CONFIG --bad-step N` ranks the documents by loss",
     "data stats": "`titanlite data peek CONFIG` begins with the figures of the text",
     "benchmark": (
         "`titanlite sweep` trains points that differ in training.compile or float8, and `titanlite "

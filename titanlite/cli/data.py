@@ -60,9 +60,11 @@ def add_commands(commands: Commands) -> None:
     # It shows documents.
     parser.set_defaults(verbatim=True)
     parser.add("file", "TOML file; also looked up in train_configs/", "CONFIG", nargs="?")
-    parser.add("--rows", "sequences to print (default: 2)", "N", type=int, default=2)
+    parser.add("--rows", "sequences or texts to print (default: 2)", "N", type=int, default=2)
     first = "number of the first one, as in guard.jsonl (default: 0)"
     parser.add("--first", first, "N", type=int, default=0)
+    worst = "documents of this bad step by loss, from the guard.jsonl of the config's run"
+    parser.add("--bad-step", worst, "N", type=int)
     parser.add("--validation", "show the text of validation (default: that of training)")
 
 
@@ -110,11 +112,13 @@ def _verify(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def _peek(arguments: argparse.Namespace) -> str:
-    from titanlite.cli.peek import peek
+    from titanlite.cli.peek import peek, peek_bad_step
     from titanlite.resolve.load import check_config
 
     if arguments.rows < 0 or arguments.first < 0:
         raise DataError("--rows and --first: expected whole numbers >= 0")
     files = [f"--job.config_file={arguments.file}"] if arguments.file else []
     _, run = check_config([*files, *arguments.flags], None)
+    if arguments.bad_step is not None:
+        return peek_bad_step(run, arguments.bad_step, arguments.rows)
     return peek(run, arguments.validation, arguments.first, arguments.rows, arguments.style)

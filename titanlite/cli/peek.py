@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 
@@ -15,7 +17,7 @@ from titanlite.data.text_report import file_lines, file_warnings
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.run.config import RunConfig
 from titanlite.runs.text_tables import Style
-from titanlite.utils import counted, human_bytes
+from titanlite.utils import counted, escape, human_bytes, json_lines
 
 
 def peek(run: RunConfig, validation: bool, first: int, count: int, style: Style) -> str:
@@ -45,11 +47,33 @@ def peek(run: RunConfig, validation: bool, first: int, count: int, style: Style)
     return "\n\n".join(shown)
 
 
+def peek_bad_step(run: RunConfig, step: int, texts: int) -> str:
+    """Return the documents of a bad step by loss."""
+    from titanlite.metrics.bad_step_log import FILE
+
+    path = Path(run.job.dump_folder) / FILE
+    try:
+        found = [row for _, row, _ in json_lines(path) if row and row.get("step") == step]
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}. The guard writes it at a bad step") from None
+    if not found or not found[-1].get("losses"):
+        raise DataError(f"{path} has no losses of step {step}")
+    row = found[-1]
+    shown = [row["message"]]
+    for one in row["losses"][:texts]:
+        name = _name(Document(*[one[key] for key in Document._fields]))
+        figures = f"loss {one['loss']}, the others {one['others']}, {one['tokens']} targets"
+        shown.append(f"── document {name} ──\n{figures}\n{one['text']} …")
+    steps = json.dumps([int(text) if text.isdigit() else text for text in [row["data_steps"]]])
+    shown.append(f"To pass over the data of this step:\n[data]\nskip_steps = {steps}")
+    return escape("\n\n".join(shown))
+
+
 # Figures
 
 
 def _figures(rows: Rows, name: str, per_step: int) -> Iterator[str]:
-    """name: of a single text. per_step: sequences of a step."""
+    # name: of a single text. per_step: sequences of a step.
     yield from file_lines(rows)
     for warning in file_warnings(rows, name):
         yield f"warning: {warning}"

@@ -9,7 +9,7 @@ guard.jsonl in the run's folder has a line for each bad step, and is only ever a
 
 `documents` has the numbers of the documents of each sequence of the global batch. They count from 0
 in the order of the files and of the records in them. Of a stream it has files and records, for the
-sequences of rank 0 alone.
+sequences of rank 0 alone. `losses` is of `titanlite.metrics.document_losses`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from titanlite.data.loader import Fetched
-from titanlite.data.rows import Rows
 from titanlite.data.step_sizes import Course
 from titanlite.optim.bad_step_errors import BadStepError, WeightsError
-from titanlite.runs.jsonl import MetricsLog
+from titanlite.runs.jsonl import MetricsLog, json_value
 from titanlite.step import PlainRunner
 from titanlite.utils import counted, logger
 
 if TYPE_CHECKING:
+    from titanlite.assembly.build import TrainingComponents
     from titanlite.trainer import Trainer
 
 #: Name of the file below `job.dump_folder`.
@@ -40,28 +40,40 @@ _SOON, _RETURNS = 10, 2
 
 
 class AnomalyLog:
-    """Reports bad steps on the console and in guard.jsonl; all ranks call it, rank 0 writes.
+    """Reports bad steps on the console and in guard.jsonl; all ranks call it, rank 0 writes."""
 
-    folder: None on other ranks. course: of an undisturbed run. share: data-parallel rank and
-    degree.
-    """
-
-    def __init__(
-        self, folder: Path | None, dataset: Rows, course: Course, share: tuple[int, int] = (0, 1)
-    ) -> None:
-        self._log = None if folder is None else MetricsLog(folder / FILE)
-        self._dataset = dataset
-        self._course = course
-        self._share = share
+    def __init__(self, parts: TrainingComponents) -> None:
+        self._parts = parts
+        self._log = None
+        if parts.world.rank == 0:
+            self._log = MetricsLog(Path(parts.run.job.dump_folder) / FILE)
+        self._dataset = parts.datasets.train
+        self._course = parts.run.course
+        self._share = parts.loaders.share
         #: Step of the checkpoint that the run returned to. How often in a row a bad step came soon
         #: after it.
         self._returned = (-1, 0)
 
+    def measure(self, bad: BadStepError, fetched: Fetched) -> None:
+        """By the weights at hand."""
+        if bad.losses or bad.applied or bad.kind not in ("spike", "not finite"):
+            return
+        from titanlite.metrics.document_losses import document_losses
+
+        bad.losses = document_losses(self._parts, fetched)
+        worst = bad.losses[0]
+        name = f"{worst['source']}: {worst['name']}".removeprefix(": ")
+        bad.explain(
+            f"Document {name} has loss {worst['loss']:.4g}, the others {worst['others']:.4g}"
+        )
+
     def skipped(self, bad: BadStepError, fetched: Fetched) -> None:
+        self.measure(bad, fetched)
         self._write(bad, "skip", fetched, ". Skipped")
 
     def stopped(self, bad: BadStepError, fetched: Fetched) -> None:
         """The caller logs it."""
+        self.measure(bad, fetched)
         self._write(bad, "stop", fetched)
 
     def rolled_back(
@@ -124,12 +136,14 @@ class AnomalyLog:
             "ranks": bad.ranks,
             "data_steps": steps_text(sequences[0], sequences[-1] + 1, self._course),
             **more,
+            "losses": [
+                {name: json_value(value) for name, value in one.items()} for one in bad.losses
+            ],
             "documents": self._documents(known),
         }
         self._log.write(row)
 
     def _documents(self, sequences: Sequence[int]) -> dict[str, list[Any]]:
-        """Return each sequence's documents, without those that fill up the last step."""
         total = self._dataset.total_sequences
         found = {}
         for number in sequences:
@@ -178,10 +192,7 @@ def explain(trainer: Trainer, bad: BadStepError) -> None:
 
 
 def steps_text(first: int, end: int, course: Course) -> str:
-    """Return sequences [first, end) as `data.skip_steps` takes steps: "7" or "6-8".
-
-    course: of an undisturbed run.
-    """
+    """Return sequences [first, end) as `data.skip_steps` takes steps: "7" or "6-8"."""
     begin = course.steps_with_rows(first + 1)
     last = course.steps_with_rows(end)
     return str(begin) if begin == last else f"{begin}-{last}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from titanlite import exit_codes
 
@@ -40,6 +41,8 @@ class BadStepError(RuntimeError):
         self.done = step - 1
         self.applied = applied
         self.updated = step - 1 if updated is None else updated
+        #: Of `titanlite.metrics.document_losses`.
+        self.losses: list[dict[str, Any]] = []
         then = f"The update was not applied: the weights are those after step {self.updated}"
         if applied:
             then = (

@@ -2,8 +2,7 @@
 # It needs: pip install "sagemaker>=3.27,<4"
 
 from sagemaker.core.shapes import TensorBoardOutputConfig
-from sagemaker.train import ModelTrainer
-from sagemaker.train.configs import (
+from sagemaker.core.training.configs import (
     CheckpointConfig,
     Compute,
     InputData,
@@ -12,6 +11,7 @@ from sagemaker.train.configs import (
     SourceCode,
     StoppingCondition,
 )
+from sagemaker.train import ModelTrainer
 
 # `exec` gives torchrun the process id 1: it gets SageMaker's SIGTERM and passes it to the ranks, which save.
 COMMAND = """
@@ -38,6 +38,7 @@ trainer = (
         compute=Compute(
             instance_type="ml.p5.48xlarge",
             instance_count=2,
+            volume_size_in_gb=800,  # of types without NVMe
             enable_managed_spot_training=True,
         ),
         stopping_condition=StoppingCondition(

@@ -21,6 +21,7 @@ from tests.support.words import listening
 from titanlite import doors
 from titanlite.config.load import load
 from titanlite.contrib.trackers.mlflow import metric_name
+from titanlite.metrics import boards
 from titanlite.metrics.boards import BackgroundWriter, close_all
 from titanlite.metrics.trackers import TrackedRun, Tracker
 
@@ -139,6 +140,7 @@ def test_a_service_holds_each_row_once_and_a_resumed_run_continues_there(
                 tracker.write(step, rows[step])
             # A busy machine may need more than the second that a failed run leaves.
             monkeypatch.setattr(type(tracker), "failed_seconds", 60.0)
+            monkeypatch.setattr(boards, "_CLOSE_SECONDS", 60.0)
             tracker.close(failed=resumed)
             ids.append(tracker.run_id)
     assert not [text for text in said if "is off" in text or "did not end" in text]

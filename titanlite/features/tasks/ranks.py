@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from titanlite.data.loader import Batch
 from titanlite.dist.signals import StopSignal
-from titanlite.features.tasks.scoring import Row, Scorer, Subject, evaluating
+from titanlite.features.tasks.scoring import Row, Scorer, Subject
+from titanlite.parallel.target_logs import evaluating
 from titanlite.step import Runner, do_nothing
 from titanlite.utils import note_progress
 

@@ -1,0 +1,111 @@
+"""A spike's document: a poisoned record among three sources is named first, on every layout."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.support.pool import Pools
+from tests.support.whole_runs import train_run
+from titanlite.cli.main import main
+
+#: Record of the source "blue" that is poisoned, from 0, and of how many.
+POISON, RECORDS = 20, 100
+NOISE = random.Random(3)
+NOISY = "".join(chr(NOISE.randrange(33, 127)) for _ in range(40))
+
+
+def flags_of(folder: Path, poison: bool, *more: str) -> list[str]:
+    """Three sources of dull text, in the order of their files."""
+    sources = []
+    for name in ("red", "green", "blue"):
+        texts = [f"the {name} fox jumps over the {name} dog, and again " * 2] * RECORDS
+        if poison and name == "blue":
+            texts[POISON] = NOISY
+        lines = [json.dumps({"text": text}) + "\n" for text in texts]
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(lines))
+        sources.append({"name": name, "path": str(path)})
+    return [
+        f"--data.source={json.dumps(sources)}",
+        "--data.shuffle=false",
+        "--training.batch_size=1",
+        "--training.global_batch_size=4",
+        "--training.steps=20",
+        "--no-validation.enable",
+        "--guard.spike_sigmas=4",
+        "--guard.window=6",
+        "--guard.max_skips=2",
+        *more,
+    ]
+
+
+STREAM = ["--data.streaming=true", "--data.lanes=2"]
+ROLL_BACK = ["--guard.policy=rollback", "--checkpoint.interval=5"]
+TP = "--training.tensor_parallel_degree=2"
+PP = "--experimental.pipeline_parallel_degree=2"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        pytest.param(1, ["--guard.policy=skip"], id="one-rank-skip"),
+        pytest.param(2, [*STREAM, *ROLL_BACK], id="fsdp-stream-rollback"),
+        pytest.param(
+            2, [PP, "--training.batch_size=2", "--data.mask_documents"], id="pipeline-stop"
+        ),
+        pytest.param(4, [TP, "--training.loss_chunks=4"], id="tensor-fsdp-stop"),
+    ],
+)
+def test_the_poisoned_document_is_named_first(
+    pool: Pools,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    ranks: int,
+    flags: list[str],
+) -> None:
+    out = f"--job.dump_folder={tmp_path / 'run'}"
+    given = flags_of(tmp_path, True, *flags)
+    event = pool(ranks).run(train_run, str(tmp_path / "run"), *given)[0]["events"][-1]
+    worst, *others = event["losses"]
+    assert event["kind"] == "spike"
+    assert worst["source"] == "blue"
+    text = worst["text"].removeprefix("<|begin_of_text|>").removesuffix("<|end_of_text|>")
+    assert len(text) > 8
+    assert text in NOISY
+    assert worst["loss"] > 4 > 2 * worst["others"]
+    assert f"blue: {worst['name']} has loss" in event["message"]
+    if "--data.streaming=true" in flags:
+        assert (worst["file"], worst["record"]) == (str(tmp_path / "blue.jsonl"), POISON + 1)
+    else:
+        assert worst["name"] == str(POISON)
+    # All targets once, with the weights of the step: the mean is the step's loss.
+    targets = [one["tokens"] for one in event["losses"]]
+    total = sum(one["loss"] * one["tokens"] for one in event["losses"])
+    assert 100 < sum(targets) <= 4 * 32
+    assert total / sum(targets) == pytest.approx(event["loss"], rel=1e-5)
+    left = sum(one["loss"] * one["tokens"] for one in others)
+    assert worst["others"] == pytest.approx(left / sum(targets[1:]), rel=1e-6)
+
+    code = main(["data", "peek", "debug_model.toml", "--bad-step", str(event["step"]), out])
+    shown = capsys.readouterr().out
+    assert code == 0
+    first, figures = shown.splitlines()[2:4]
+    assert first.startswith("── document blue: ")
+    assert f"loss {worst['loss']}, the others {worst['others']}, " in figures
+    assert text in shown
+    assert f"[data]\nskip_steps = [{event['data_steps']}]" in shown
+
+
+def test_without_poison_nothing_is_reported(
+    pool: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    found = pool(1).run(train_run, str(folder), *flags_of(tmp_path, False))[0]
+    assert (found["step"], found["error"], found["events"]) == (20, "", [])
+    words = ["data", "peek", "debug_model.toml", f"--job.dump_folder={folder}", "--bad-step", "9"]
+    assert main(words) == 2
+    assert "The guard writes it at a bad step" in capsys.readouterr().err
