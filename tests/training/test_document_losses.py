@@ -57,6 +57,7 @@ PP = "--experimental.pipeline_parallel_degree=2"
         pytest.param(
             2, [PP, "--training.batch_size=2", "--data.mask_documents"], id="pipeline-stop"
         ),
+        pytest.param(2, ["--experimental.context_parallel_degree=2"], id="context-stop"),
         pytest.param(4, [TP, "--training.loss_chunks=4"], id="tensor-fsdp-stop"),
     ],
 )
