@@ -15,6 +15,7 @@ server=""
 trap '[ -z "$server" ] || kill "$server"; rm -rf "$folder"' EXIT
 began=$SECONDS
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_QUIET=1
+unset PYTHONPATH # it may lead to a checkout
 say() { printf '== %s s: %s\n' "$((SECONDS - began))" "$1"; }
 
 "${1:-python3}" -m venv "$folder/tools"

@@ -24,6 +24,7 @@ from titanlite.cli.command_table import COMMANDS
 from titanlite.cli.main import main
 from titanlite.config.keys import keys
 from titanlite.resolve.load import check_config
+from titanlite.runs.text_tables import Style
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -177,7 +178,7 @@ NOTED = {
 }
 
 
-def test_check_shows_the_five_gravest_notes_and_all_if_asked(capsys):
+def test_check_shows_the_five_gravest_notes_all_warnings_and_all_if_asked(capsys, monkeypatch):
     words = ["config", "check", *reversed(NOTED)]
     lines = run(capsys, *words)[1].splitlines()
     *shown, last = lines[lines.index("  files          none: all defaults") + 1 :]
@@ -187,6 +188,11 @@ def test_check_shows_the_five_gravest_notes_and_all_if_asked(capsys):
     lines = run(capsys, *words, "--all")[1].splitlines()
     assert lines[-1].startswith(f"  {NOTED['--metrics.rank_0_only=false']}")
     assert lines[-6:-1] == shown
+    monkeypatch.setattr("titanlite.cli.config._NOTES_SHOWN", 2)
+    assert run(capsys, *words)[1].splitlines()[-2:] == [
+        shown[3],
+        "  3 more notes: --all shows every note",
+    ]
 
 
 @pytest.mark.parametrize("width", [60, 120])
@@ -205,8 +211,10 @@ def test_a_terminal_has_lines_of_its_width_and_whole_values(width, capsys, monke
     for text, before in zip(wrapped, whole, strict=True):
         assert text.split() == before.split()
         for line in text.splitlines():
-            rest = re.sub(r'"[^"]*"|\[[^][]*\]| = ', "", line.strip())
+            rest = re.sub(r'"[^"]*"|`[^`]*`|\[[^][]*\]| = ', "", line.strip())
             assert len(line) <= width or " " not in rest
+    command = "`titanlite config show --changed run.toml`"
+    assert command in Style(False, 30).wrap(f"The rest is shown by {command}, in order.")
 
 
 def test_explain_shows_every_key_with_value_source_and_meaning(capsys):

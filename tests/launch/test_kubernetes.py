@@ -259,6 +259,14 @@ def test_starts_without_a_new_step_end_the_job(tmp_path: Path) -> None:
             ['--launch.volumes={"fsx" = "fsx"}'],
             "is not a claim, or a path of the nodes, and a folder",
         ),
+        (['--launch.volumes={"" = "/fsx"}'], "'' = '/fsx' is not a claim"),
+        (
+            [
+                '--launch.volumes={"/disk" = "/fsx/a", "claim" = "/fsx"}',
+                "--job.dump_folder=/fsx/a/b",
+            ],
+            "'/fsx/a/b' is not on a volume of the pods (/fsx)",
+        ),
         (['--launch.labels={"kueue.x-k8s.io/queue-name" = "q"}'], "set launch.queue"),
         (["--launch.shm_size=16GB"], "launch.shm_size"),
         (["--launch.memory_request=1\n2"], "launch.memory_request"),

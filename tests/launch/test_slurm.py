@@ -182,6 +182,11 @@ def test_a_folder_with_the_job_of_another_model_is_refused_and_kept(
     assert script.read_bytes() == first
     assert cli.main([*words, "--launch.nodes=2"]) == exit_codes.DONE
     assert script.read_bytes() != first
+    for damaged in (b"\xff", b"model = 1"):
+        Path("outputs/launch/config.toml").write_bytes(damaged)
+        assert cli.main(words) == exit_codes.DONE
+    assert cli.main([*words, "--job.dump_folder=One.toml"]) == exit_codes.ERROR
+    assert "--dry-run prints the job instead" in capsys.readouterr().err
 
 
 def test_a_time_limit_is_read_as_slurm_does() -> None:

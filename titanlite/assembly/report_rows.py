@@ -78,7 +78,9 @@ def _rows(parts: TrainingComponents, run: RunConfig, peak: float | None) -> Iter
     yield "compute", f"{flops / 1e9:,.4g} GFLOPs per token, forward and backward{mfu}"
     memory = human_bytes(total_memory_bytes(builder.device))
     if builder.device.type == "cpu":
-        yield "devices", f"{run.mesh.world_size} x {device}, {memory} of memory, shared"
+        threads = counted(torch.get_num_threads(), "threads")
+        text = f"{run.mesh.world_size} x {device}, {memory} of memory, shared, {threads} each"
+        yield "devices", text
     else:
         yield "devices", f"{run.mesh.world_size} x {device}, {memory} each"
         if peak is None:
@@ -91,6 +93,9 @@ def _rows(parts: TrainingComponents, run: RunConfig, peak: float | None) -> Iter
     yield "data", _data(run, train)
     for name, rows in {"": train, **parts.datasets.validation}.items():
         title = "" if rows is train else f"validation {name}".strip()
+        if rows is not train:
+            held_out = name or run.validation.dataset_path or run.validation.dataset
+            yield "validation", f"{held_out}: {rows.describe()}"
         yield from (("files", line) for line in file_lines(rows, title))
     yield "global batch", batch_text(run.batch, run.mesh)
     yield "length", length_text(run, train.tokens_per_epoch)

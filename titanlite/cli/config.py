@@ -48,7 +48,7 @@ def add_commands(commands: Commands) -> None:
     ranks = "ranks to check for (default: the fewest that fit)"
     add("--world-size", ranks, "N", type=at_least(1))
     add("--strict", "refuse files that are missing here, as training does (default: list them)")
-    add("--all", "show every note (default: the five gravest)")
+    add("--all", "show every note (default: warnings and the five gravest)")
     add = add_to_group(
         actions,
         _explain,
@@ -78,7 +78,7 @@ def _show(arguments: argparse.Namespace) -> str:
 
 # Check
 
-#: Notes that are shown without --all.
+#: Notes that are shown without --all; warnings always are.
 _NOTES_SHOWN = 5
 
 
@@ -96,7 +96,8 @@ def _check(arguments: argparse.Namespace) -> str:
     problems += filter(None, [first_look(run)])
     style = arguments.style
     lines += [style.warn(style.wrap(f"  {problem}")) for problem in problems]
-    shown = run.notes if arguments.all else run.notes[:_NOTES_SHOWN]
+    gravest = run.notes if arguments.all else run.notes[:_NOTES_SHOWN]
+    shown = [note for note in run.notes if note in gravest or note.warns]
     for note in shown:
         line = style.wrap(f"  {'warning' if note.warns else 'note'}: {note.text}")
         lines.append(style.warn(line) if note.warns else style.dim(line))

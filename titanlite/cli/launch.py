@@ -16,7 +16,7 @@ from titanlite import exit_codes
 from titanlite.cli.argument_parser import FLAGS, Commands, add_files, files_of, new_command
 from titanlite.config.checks import broken, closed_urls, missing_files
 from titanlite.config.errors import ConfigError, Problem, nearest, refuse, unfit
-from titanlite.config.toml import TOMLDecodeError, loads
+from titanlite.config.toml import loads
 from titanlite.launch.job import CONFIG, Job, LaunchError
 from titanlite.plan.hardware import INSTANCES
 from titanlite.resolve.load import check_config, unnamed_tokenizer
@@ -153,15 +153,6 @@ def write(job: Job, files: Mapping[str, str]) -> None:
 
     The folder is closed to others, too: schedulers write logs there with any mode.
     """
-    earlier = job.folder / CONFIG
-    # A damaged one counts as none.
-    with suppress(FileNotFoundError, TOMLDecodeError, KeyError):
-        models = [loads(text)["model"] for text in (earlier.read_text("utf-8"), job.config)]
-        old, new = ([model.get(key) for key in _MODEL] for model in models)
-        if old != new:
-            message = f"{job.folder} holds the job of another model, {old[0]} {old[1]}"
-            hint = "give each model a folder of its own, or remove that one"
-            raise unfit("job.dump_folder", message, hint)
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
         job.folder.chmod(0o700)
@@ -169,6 +160,17 @@ def write(job: Job, files: Mapping[str, str]) -> None:
         raise LaunchError(
             f"cannot make {job.folder} ({error.strerror}); --dry-run prints the job instead"
         ) from error
+    # A damaged one counts as none.
+    models = []
+    with suppress(FileNotFoundError, ValueError, KeyError, AttributeError):
+        for text in ((job.folder / CONFIG).read_text("utf-8"), job.config):
+            model = loads(text)["model"]
+            models.append([model.get(key) for key in _MODEL])
+    if models and models[0] != models[-1]:
+        name, flavor, _ = models[0]
+        message = f"{job.folder} holds the job of another model, {name} {flavor}"
+        hint = "give each model a folder of its own, or remove that one"
+        raise unfit("job.dump_folder", message, hint)
     for name, text in {CONFIG: job.config, **files}.items():
         file = job.folder / name
         file.unlink(missing_ok=True)  # an older file may be open to others

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -156,7 +157,7 @@ def _continued(
         encoded.append(ids)
     found = []
     for number, ids in enumerate(encoded):
-        *_, (written, text) = loaded.write(ids, max_tokens, sampling, number)
+        ((written, text),) = deque(loaded.write(ids, max_tokens, sampling, number), maxlen=1)
         finish = "context" if len(ids) + len(written) >= loaded.limit else "length"
         if written[-1] in loaded.stop_ids:
             finish = "stop"

@@ -95,7 +95,7 @@ def files(job: Job) -> dict[str, str]:
         "annotations": launch.annotations,
         "deadline": limit_seconds(launch.time_limit),
         "volumes": [
-            (f"host-{number}" if source[0] == "/" else source.replace(".", "-"), source, path)
+            (f"host-{number}" if source.startswith("/") else source.replace(".", "-"), source, path)
             for number, (source, path) in enumerate(launch.volumes.items())
         ],
         "config_folder": _CONFIG_FOLDER,
@@ -169,8 +169,9 @@ def _values_of_others(job: Job, values: dict[str, Any]) -> Iterator[tuple[str, s
 
 
 def _unmounted(job: Job, checkpoints: str) -> Iterator[tuple[str, str, str]]:
+    sources = {path: source for source, path in job.launch.volumes.items()}
     # A path of a node ends with it, and other nodes do not see it.
-    paths = [path for source, path in job.launch.volumes.items() if source[0] != "/"]
+    paths = [path for path, source in sources.items() if not source.startswith("/")]
     folder = job.run.job.dump_folder
     folders = {"job.dump_folder": folder}
     variables = job.launch.environment
@@ -179,7 +180,9 @@ def _unmounted(job: Job, checkpoints: str) -> Iterator[tuple[str, str, str]]:
         folders["checkpoint.folder"] = posixpath.join(folder, checkpoints)
     for key, text in folders.items():
         place = PurePosixPath(posixpath.normpath(text))
-        if not any(place.is_relative_to(path) for path in paths):
+        around = [path for path in sources if place.is_relative_to(path)]
+        # The innermost mount holds a folder.
+        if max(around, key=len, default="") not in paths:
             message = (
                 f"{str(place)!r} is not on a volume of the pods ({', '.join(paths) or 'none'}): "
                 "checkpoints would end with the pod"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from titanlite.utils import escape_name, wants_color
 
-#: What `Style.wrap` leaves on one line: quoted strings, lists, and a key with its value.
-_WHOLE = re.compile(r'"[^"\n]*"|\[[^][\n]*\]| = ')
+#: What `Style.wrap` leaves on one line: quoted strings, commands, lists, and a key with its value.
+_WHOLE = re.compile(r'"[^"\n]*"|`[^`\n]*`|\[[^][\n]*\]| = ')
 #: Stands for a space in it.
 _KEPT = "\0"
 
