@@ -254,7 +254,6 @@ class _Rank:
     def opened(self) -> Iterator[DistEnv]:
         """Start the process group, this rank's log and the watchdog, and end them."""
         from titanlite.dist.dist_env import DistEnv
-        from titanlite.dist.process_settings import kernel_order
         from titanlite.runs import TRACES
         from titanlite.runs.logs import rank_log
 
@@ -265,12 +264,7 @@ class _Rank:
             trace_buf_size=comm.trace_buf_size,
             trace_folder=str(self.folder / TRACES),
         )
-        first = self.config.training.attention_kernel
-        with (
-            world as entered,
-            rank_log(self.folder, self.environment.rank),
-            kernel_order(entered.device.type, first),
-        ):
+        with world as entered, rank_log(self.folder, self.environment.rank):
             if entered.size > 1:
                 from titanlite.metrics.watchdog import HangWatchdog
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from titanlite import exit_codes
 from titanlite.callbacks import Callbacks, RunEnd
 from titanlite.data.loader import Batch, Fetched, to_device
+from titanlite.dist.process_settings import kernel_order
 from titanlite.dist.signals import StopRequested, StopSignal
 from titanlite.optim.bad_step_errors import BadStepError
 from titanlite.utils import logger
@@ -63,7 +64,8 @@ class Trainer:
         is of another run or the last one cannot be written. Raises StopRequested when it was asked
         to stop (see `titanlite.dist.signals`) and has.
         """
-        with self.stop:
+        first = self.parts.run.training.attention_kernel
+        with self.stop, kernel_order(self.parts.world.device.type, first):
             try:
                 with exit_codes.no_exit("the code of the run"):
                     self.start()

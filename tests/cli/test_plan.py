@@ -80,7 +80,7 @@ def test_where_no_setting_is_enough_a_plan_asks_for_gpus(plan: Any) -> None:
     code, out, _ = plan("llama3_1_405b.toml", "--instance", "g5.xlarge")
     assert code == exit_codes.OUT_OF_MEMORY
     assert out.splitlines()[-1] == (
-        "no setting makes it fit: take more GPUs, or GPUs with more memory"
+        "no setting of this mesh makes it fit: try --search, more GPUs or more memory"
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from msgspec.structs import replace
 
 from tests.launch.examples import EXAMPLES
 from tests.support.processes import ROOT
+from titanlite import exit_codes
 from titanlite.cli.launch import prepare
 from titanlite.config.errors import ConfigError
 from titanlite.launch import kubernetes as launch_kubernetes
@@ -137,6 +139,14 @@ def test_every_field_is_one_of_the_operator(kind: str) -> None:
         }[kind],
     ]:
         assert right in text and not fits(text.replace(right, wrong)), wrong
+
+
+def test_a_train_job_fails_at_the_codes_that_come_again() -> None:
+    """Each of titanlite's codes but those after which the same command continues."""
+    text = render("llama3_1_8b", "--launch.kind=TrainJob")
+    (values,) = re.findall(r"values: \[([\d, ]+)\]", text)
+    again = {exit_codes.ERROR, *exit_codes.FINAL} - {exit_codes.PREEMPTED, exit_codes.INTERRUPTED}
+    assert {int(value) for value in values.split(", ")} == again
 
 
 def test_the_config_map_holds_the_resolved_config() -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from tests.support.pool import Pools
 from tests.support.whole_runs import train_run
 from titanlite.cli.main import main
+from titanlite.metrics.bad_step_log import AnomalyLog
+from titanlite.optim.bad_step_errors import BadStepError
 
 #: Record of the source "blue" that is poisoned, from 0, and of how many.
 POISON, RECORDS = 20, 100
@@ -110,3 +115,15 @@ def test_without_poison_nothing_is_reported(
     words = ["data", "peek", "debug_model.toml", f"--job.dump_folder={folder}", "--bad-step", "9"]
     assert main(words) == 2
     assert "The guard writes it at a bad step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("losses", [[], [{"loss": math.nan, "others": math.nan}]])
+def test_no_document_is_blamed_where_the_others_have_no_loss(
+    monkeypatch: pytest.MonkeyPatch, losses: list[dict[str, Any]]
+) -> None:
+    """Weights that are not finite give every document such a loss."""
+    monkeypatch.setattr("titanlite.metrics.document_losses.document_losses", lambda *_: losses)
+    bad = BadStepError(3, math.nan, math.nan, "why", "not finite")
+    before = str(bad)
+    AnomalyLog(MagicMock()).measure(bad, MagicMock())
+    assert (str(bad), bad.losses) == (before, losses)

@@ -14,6 +14,7 @@ sequences of rank 0 alone. `losses` is of `titanlite.metrics.document_losses`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,6 +62,9 @@ class AnomalyLog:
         from titanlite.metrics.document_losses import document_losses
 
         bad.losses = document_losses(self._parts, fetched)
+        if not bad.losses or not math.isfinite(bad.losses[0]["others"]):
+            # None is to blame alone.
+            return
         worst = bad.losses[0]
         name = f"{worst['source']}: {worst['name']}".removeprefix(": ")
         bad.explain(

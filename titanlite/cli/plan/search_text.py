@@ -32,7 +32,7 @@ def overlay(result: SearchResult, candidate: Candidate) -> str:
 def fit_text(found: Candidate | None, cluster: Cluster) -> str:
     """Return the settings that make a run fit, as flags."""
     if found is None:
-        return "no setting makes it fit: take more GPUs, or GPUs with more memory"
+        return "no setting of this mesh makes it fit: try --search, more GPUs or more memory"
     flags = " ".join(f"--{key}={value}" for key, value in found.changes.items())
     memory = f"{found.needed / GIB:.1f} of {cluster.gpu.memory / GIB:.1f} GiB"
     return f"it fits with {flags}: {memory}, {found.rate:,.0f} tokens/s per GPU"
