@@ -24,8 +24,10 @@ from tests.support.processes import environment
 from titanlite import exit_codes, generate
 from titanlite.cli.hub.export_weights import open_source
 from titanlite.cli.main import main
+from titanlite.config.errors import ConfigError
 from titanlite.data import DataError
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, load_tokenizer
+from titanlite.metrics.console import console_handler
 from titanlite.models import get_spec
 from titanlite.models.args import as_record
 
@@ -168,9 +170,13 @@ def test_python_gets_the_text_of_the_command(hf: Path, sample: Any) -> None:
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     for more in ({}, {"chat": True}):
         (one,) = sample(hf, "Once upon", "--json", *words, *["--chat" for _ in more])["samples"]
+        console = console_handler()
         assert generate(hf, "Once upon", device="cpu", **options, **more) == one["text"]  # type: ignore[arg-type]
     with pytest.raises(DataError, match="expected max-tokens >= 1, temperature >= 0"):
         generate(hf, "x", temperature=float("nan"))
+    with pytest.raises(ConfigError, match="--dtype: expected one of float32, .* got int8"):
+        generate(hf, "x", dtype="int8")
+    assert console_handler() is console, "the log of a program stays as it is"
 
 
 @pytest.mark.slow

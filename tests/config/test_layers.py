@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.config.errors import ConfigError
 from titanlite.config.keys import keys
 from titanlite.config.load import find_config, load, load_file
 from titanlite.config.toml import loads
@@ -39,6 +40,16 @@ def test_extends_looks_where_the_command_line_does(tmp_path):
     )
     (tmp_path / "llama3_8b.toml").write_text("[training]\nseq_len = 3\n")
     assert load_file(file).sections.training.seq_len == 3
+
+
+def test_extends_takes_no_file_outside_the_folders_of_configs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train_configs").mkdir()
+    Path("base.toml").write_text("[training]\nsteps = 7\n")
+    Path("mine/deeper").mkdir(parents=True)
+    Path("mine/deeper/run.toml").write_text('[job]\nextends = ["../base.toml"]\n')
+    with pytest.raises(ConfigError, match=r'cannot read "../base.toml"'):
+        load_file("mine/deeper/run.toml")
 
 
 def test_one_base_reached_twice_is_no_circle(tmp_path):

@@ -173,6 +173,8 @@ def test_a_folder_with_the_job_of_another_model_is_refused_and_kept(
     assert cli.main(words) == exit_codes.DONE
     warning = 'One.toml:6: training.dataset_path: no file or folder "missing.txt"'
     assert f"warning: not there: {warning}" in capsys.readouterr().err
+    assert cli.main([*words, "--training.dataset_path=${A}/x", "--dry-run"]) == exit_codes.DONE
+    assert "not there" not in capsys.readouterr().err
     script = Path("outputs/launch/job.sbatch")
     assert "\n#SBATCH --job-name=one\n" in script.read_text()
     first = script.read_bytes()

@@ -19,6 +19,7 @@ from titanlite.cli.eval_losses import evaluate_rank
 from titanlite.cli.loading import add_arguments, load_model
 from titanlite.cli.run_figures import to_json
 from titanlite.config.errors import bad_flag
+from titanlite.metrics.console import setup_console
 from titanlite.utils import say
 
 #: Options that need --tasks.
@@ -83,6 +84,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     tasks = load_tasks(
         names, arguments.include_path, arguments.num_fewshot, arguments.limit, "--tasks"
     )
+    setup_console(0, None, sys.stderr)  # standard output has the result alone
     loaded = load_model(arguments)
     say(loaded.summary)
     from lm_eval.utils import make_table

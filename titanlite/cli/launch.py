@@ -117,7 +117,9 @@ def prepare(argv: list[str]) -> Job:
     if problems:
         raise ConfigError(problems)
     for problem in broken(loaded, [missing_files]):
-        say(f"warning: not there: {problem}")
+        # The machines replace variables.
+        if "${" not in problem.message:
+            say(f"warning: not there: {problem}")
     instance = None
     if launch.instance_type:
         # SageMaker and HyperPod write a prefix.

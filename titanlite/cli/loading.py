@@ -6,7 +6,6 @@ Torch is imported late.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 CHECKPOINT = (
     "a run, its folder of checkpoints (the newest valid one), one step-N, or a Hugging Face folder"
 )
+_PRECISIONS = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,10 @@ def add_arguments(parser: Parser) -> None:
     add("--device", "cpu, cuda or cuda:N (default: a GPU if there is one)", "NAME")
     add("--ema", EMA)
     add("--base", BASE, "PATH", type=to_path)
-    precisions = ("float32", "bfloat16", "float16")
     add(
         "--dtype",
         "precision of the weights (default: bfloat16 on a GPU, else float32)",
-        choices=precisions,
+        choices=_PRECISIONS,
     )
     add(
         "--tokenizer",
@@ -115,18 +114,19 @@ def add_arguments(parser: Parser) -> None:
 def load_model(arguments: argparse.Namespace) -> LoadedModel:
     """Load the model that the options name; compare a checkpoint with its hashes first.
 
-    Raises CheckpointError, DataError (tokenizer) and ConfigError (device, untrusted code).
+    Raises CheckpointError, DataError (tokenizer) and ConfigError (device, dtype, untrusted code).
     """
     import torch
 
     from titanlite.cli.hub.compare_checkpoints import empty_model, fill
     from titanlite.cli.hub.export_weights import open_source
-    from titanlite.metrics.console import setup_console
     from titanlite.models import get_spec
 
-    setup_console(0, None, sys.stderr)  # standard output has the result alone
     device = choose_device(arguments.device)
-    dtype = getattr(torch, arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
+    precision = arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16")
+    if precision not in _PRECISIONS:
+        raise bad_flag("--dtype", f"expected one of {', '.join(_PRECISIONS)}, got {precision}")
+    dtype = getattr(torch, precision)
     path = to_path(arguments.checkpoint)
     source = open_source(
         path, ema=arguments.ema, trust_code=arguments.trust_code, base=arguments.base

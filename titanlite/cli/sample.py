@@ -19,6 +19,7 @@ from titanlite.cli.checkpoint_folders import check_weights
 from titanlite.cli.loading import LoadedModel, add_arguments, load_model
 from titanlite.cli.run_figures import to_json
 from titanlite.data import DataError
+from titanlite.metrics.console import setup_console
 from titanlite.utils import counted, escape, say
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def _run(arguments: argparse.Namespace) -> str:
     is_dialogue = arguments.chat and not prompts and not arguments.json
     if not (prompts or is_dialogue):
         prompts = [sys.stdin.read().removesuffix("\n")]
+    setup_console(0, None, sys.stderr)  # standard output has the result alone
     loaded = load_model(arguments)
     from titanlite.models.generate import Sampling
 
@@ -115,8 +117,8 @@ def generate(  # noqa: PLR0913
     dtype: "float32", "bfloat16" or "float16"; by default bfloat16 on a GPU, else float32.
     trust_code: import the model that a checkpoint names (SECURITY.md).
 
-    Raises CheckpointError, ConfigError (device, untrusted code) and DataError (tokenizer, prompt, a
-    number out of its range).
+    Raises CheckpointError, ConfigError (device, dtype, untrusted code) and DataError (tokenizer,
+    prompt, a number out of its range).
     """
     from titanlite.models.generate import Sampling
 

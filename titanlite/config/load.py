@@ -132,9 +132,9 @@ def find_config(path: str) -> Path | None:
 
 
 def in_config_folders(name: str) -> Path | None:
-    """Return the file of a name in a folder of configs, or None."""
+    """Return the file of a name in a folder of configs, or None; a name does not leave it."""
     for folder in config_folders():
-        if os.path.isfile(folder / name):
+        if ".." not in Path(name).parts and os.path.isfile(folder / name):
             return folder / name
     return None
 
