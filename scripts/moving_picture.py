@@ -39,7 +39,7 @@ COLORS = {
     "cyan": "#56b6c2",
     "brightblack": "#7d8590",
 }
-COLUMNS = 112
+COLUMNS = 144
 LINES = 27
 #: Pixels of a character and of a line, and the border.
 _WIDTH = 7.25
