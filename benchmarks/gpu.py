@@ -1,4 +1,4 @@
-"""What one GPU shows, a row at a time: gradients, ceilings, speed.
+"""Measures one GPU, a row at a time: gradients, ceilings, speed.
 
     benchmarks/gpu.sh quick 1     # within 5 minutes: machine, gradients, bf16
     benchmarks/gpu.sh quick 2     # within 5 minutes: float8, rival, kahan

@@ -107,7 +107,7 @@ def test_buffers_stay_in_float32_beside_bfloat16_weights(pool: Pools) -> None:
 
 @pytest.mark.slow
 def test_the_memory_of_a_large_model_is_that_of_its_page() -> None:
-    """Without data; parameters and optimizer by hand: 4 and 4 + 2 bytes over 24 GPUs."""
+    """Parameters and optimizer are counted by hand: 4 and 4 + 2 bytes over 24 GPUs."""
     out = python(str(FILE.with_name("transformers_memory.py")), "t5-11b", "24", "50").stdout
     assert "t5-11b: 11,307,321,344 parameters" in out
     found = dict(re.findall(r"^(\w[\w ]*\w) +([0-9.]+) GiB", out, re.MULTILINE))

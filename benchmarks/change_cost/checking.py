@@ -1,4 +1,4 @@
-"""What the checks share: they run the changed tree by its commands and read what it logged.
+"""Helpers of the checks, which run the changed tree by its commands and read its logs.
 
 A check goes by the keys of its task and by numbers alone, so it holds for any implementation.
 """

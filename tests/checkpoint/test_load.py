@@ -1,4 +1,4 @@
-"""Where a run starts from: another checkpoint, parts of one, changes that need a word."""
+"""Runs that start from another checkpoint, from parts of one, or with changes."""
 
 from __future__ import annotations
 

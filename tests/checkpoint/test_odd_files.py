@@ -139,7 +139,7 @@ def test_packed_experts_are_read_as_transformers_reads_them(tmp_path: Path) -> N
         found = weights.read(ours)
         assert found.dtype == torch.bfloat16 and torch.equal(found, expected), ours
         assert weights.entries()[ours][:2] == ["bfloat16", list(expected.shape)]
-        # What a rank reads of it.
+        # The bytes that a rank reads of it.
         part = weights.parts[ours][0].read((slice(1, 3), slice(17, 51), slice(5, 40)))
         assert torch.equal(part, expected[1:3, 17:51, 5:40])
 

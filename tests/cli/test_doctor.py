@@ -108,7 +108,7 @@ def test_the_documented_table_of_instances_is_that_of_the_code() -> None:
 # Machines that titanlite is not tested on
 
 
-# What Python has not on Windows.
+# Modules that Python lacks on Windows.
 WINDOWS = """
 import os, signal, sys
 for module in ("fcntl", "grp", "pwd", "resource", "termios"):

@@ -167,7 +167,7 @@ def test_keys_of_float8_that_is_off_are_named_as_the_file_names_them(text, why):
     assert [note.text for note in notes if note.warns] == [f"float8 is disabled ({why}"]
 
 
-#: What changes the numbers, may lose work, costs speed, has no effect; in that order.
+#: Weights in their order: numbers, work that may be lost, speed, keys without effect.
 NOTED = {
     "--float8.emulate": "warning: float8 is disabled",
     "--training.dataset=c4_mini": "note: command line: c4_mini is not bundled",

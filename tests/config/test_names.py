@@ -223,7 +223,7 @@ def read(text: str) -> tuple[LoadedConfig, list[Problem]]:
 
 
 def float8(text: str) -> dict[str, Any]:
-    """What the float8 section of a text without problems has beside its defaults."""
+    """Return the values of the float8 section that differ from its defaults."""
     config, problems = read(text)
     assert problems == []
     section = config.sections.float8

@@ -80,7 +80,7 @@ def test_values_of_other_versions_and_dotted_paths_are_allowed():
     assert "weight" in find("data.source")["items"]["properties"]
 
 
-# What reads the keys
+# The code that reads the keys
 
 
 #: Read while the config is loaded, and tested there.

@@ -306,7 +306,7 @@ HERE = Path("run.toml")
 
 @dataclass(frozen=True)
 class Original:
-    """What a file trains in torchtitan."""
+    """Return the settings that torchtitan trains a file with."""
 
     family: str
     flavor: str
@@ -381,7 +381,7 @@ def text(version: str, name: str) -> str:
 
 
 def trained(run: RunConfig) -> tuple[object, ...]:
-    """What must not depend on a file's spelling."""
+    """Return the settings that must not depend on a file's spelling."""
     return run.model, run.batch, run.schedule, run.optimizer, run.mesh, run.profiling, run.float8
 
 

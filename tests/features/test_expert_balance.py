@@ -1,4 +1,4 @@
-"""What evens out the load of experts; its biases on any layout, resumed, and held back."""
+"""The load of experts is evened out by a loss or by biases, on any layout and over a resume."""
 
 from __future__ import annotations
 

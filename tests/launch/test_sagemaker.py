@@ -42,7 +42,7 @@ LEVELS = {
 
 @dataclass
 class Account:
-    """What the notebooks asked the fake account for."""
+    """Return the requests of the notebooks to the fake account."""
 
     folder: Path
     requests: dict[str, list[dict[str, Any]]] = field(default_factory=dict)

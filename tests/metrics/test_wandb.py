@@ -35,7 +35,7 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _train(world: DistEnv, folder: str) -> tuple[list[Any], list[Any]]:
-    """Train; return what wandb's own run is given, row by row, and what it knows at its end."""
+    """Train; return the rows that wandb's own run is given, and its summary at the end."""
     import wandb
 
     rows: list[Any] = []

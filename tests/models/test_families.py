@@ -319,7 +319,7 @@ def test_each_flavor_has_as_many_parameters_as_in_transformers_and_its_config_js
     ],
 )
 def test_another_config_json_is_refused(family: str, changes: dict[str, Any], words: str) -> None:
-    """What `transformers` takes, or has no say in; test_config_fields.py has every other entry."""
+    """Entries that `transformers` takes or ignores; test_config_fields.py has all others."""
     small = {"mistral": MISTRAL, "gemma3": GEMMA3, "llama4": LLAMA4, "deepseek_v3": V3}
     args = {**small, "olmo3": OLMO3}[family]
     with pytest.raises(ValueError, match=words):

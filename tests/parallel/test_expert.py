@@ -192,7 +192,7 @@ def _uneven(world: DistEnv, skew: float, recompute: bool) -> tuple[int, float]:
         for number, parameter in enumerate(module.parameters()):
             nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(number))
         with torch.no_grad():
-            # Of 0 all experts are equal, and the first two are taken.
+            # With logits of 0 all experts are equal, and the first two are taken.
             module.gate.weight.mul_(1 - skew)
     whole.load = torch.zeros(4, dtype=torch.int64)
     apply_ep(parted, expert_mesh(world.build_mesh(dp_shard=world.size), world.size)["ep"])

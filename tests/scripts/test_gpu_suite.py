@@ -46,8 +46,9 @@ def test_targets_are_the_arithmetic_of_their_sources() -> None:
     theirs = 10_471 * (6 * 8.030e9 + 12 * 32 * 4096**2) / 989e12
     assert theirs == pytest.approx(0.578, abs=5e-4)
     assert 10_471 * gpu_targets.flops(4096) / 989e12 == pytest.approx(0.545, abs=5e-4)
-    # Of 8,192 tokens: products 6 x 7.505 B x 8,192 / 700 T = 0.527 s, attention 3.5 x 2 x 32 x 4096
-    # x 8,192^2 / 631 T = 0.098 s, update 32 x 8.03 G / 4.267 T = 0.060 s, kernels 0.067, rest 0.03.
+    # For 8,192 tokens: products 6 x 7.505 B x 8,192 / 700 T = 0.527 s, attention 3.5 x 2 x 32 x
+    # 4096 x 8,192^2 / 631 T = 0.098 s, update 32 x 8.03 G / 4.267 T = 0.060 s, kernels
+    # 0.067, rest 0.03.
     bf16 = 8192 / (0.527 + 0.098 + 0.060 + 0.067 + 0.030)
     # Products of blocks 6 x 6.980 B x 8,192 / 1,330 T = 0.258, the head 0.037, casts 0.035.
     float8 = 8192 / (0.258 + 0.037 + 0.035 + 0.098 + 0.060 + 0.067 + 0.030)

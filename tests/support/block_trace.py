@@ -1,4 +1,4 @@
-"""A block's forward on tensors without data: what it keeps for its backward."""
+"""Traces a block's forward, without data, for the tensors that its backward needs."""
 
 from __future__ import annotations
 

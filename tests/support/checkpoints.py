@@ -145,7 +145,7 @@ def train(
 
 
 def load(world: DistEnv, run: Run, root: object, **fields: Any) -> dict[str, Any]:
-    """What a run loads, or why it does not and whether its weights are as they were."""
+    """Return the checkpoint that a run loads, or its error and if its weights are unchanged."""
     model, optimizer, _ = build_tiny(world, run)
     before = {name: full(p).clone() for name, p in model.named_parameters()}
     about = {"model": as_record(run.family, run.args)}

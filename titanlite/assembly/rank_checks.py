@@ -297,7 +297,7 @@ def _odd_ranks(ranks: Sequence[Rank], slow_factor: float) -> Iterator[str]:
     if len(devices) > 1:
         yield f"the ranks have different devices: {_shares(devices)}. The slowest decides the speed"
     for group in _groups(ranks, [rank.kind for rank in ranks]).values():
-        # Of two ranks the faster one is the middle.
+        # The median of two ranks is the faster one.
         middle = median_low(rank.product_seconds for rank in group)
         for rank in group:
             if rank.product_seconds > slow_factor * middle:

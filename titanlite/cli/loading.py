@@ -56,7 +56,7 @@ class LoadedModel:
     #: `data.template_date` of the run; of weights without one today.
     template_date: str | None
     stop_ids: frozenset[int]
-    #: For people: model, precision, device.
+    #: A description for people: model, precision, device.
     summary: str
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], where: str) -> list[int]:

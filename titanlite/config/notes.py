@@ -1,4 +1,4 @@
-"""Notes on a config: what a user should know and what stops nothing."""
+"""Notes on a config: facts that a user should know, and that do not stop a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Weight(IntEnum):
-    """What a note is about, the gravest first."""
+    """Subjects of notes, the gravest first."""
 
     #: The loss, the data or the precision: the run may be another than the one that was meant.
     NUMBERS = 1

@@ -41,7 +41,7 @@ class BadStepError(RuntimeError):
         self.done = step - 1
         self.applied = applied
         self.updated = step - 1 if updated is None else updated
-        #: Of `titanlite.metrics.document_losses`.
+        #: Rows of `titanlite.metrics.document_losses`.
         self.losses: list[dict[str, Any]] = []
         then = f"The update was not applied: the weights are those after step {self.updated}"
         if applied:

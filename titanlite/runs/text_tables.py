@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from titanlite.utils import escape_name, wants_color
 
-#: What `Style.wrap` leaves on one line: quoted strings, commands, lists, and a key with its value.
+#: Words that `Style.wrap` keeps on one line: quoted strings, commands, lists, a key with its value.
 _WHOLE = re.compile(r'"[^"\n]*"|`[^`\n]*`|\[[^][\n]*\]| = ')
 #: Stands for a space in it.
 _KEPT = "\0"

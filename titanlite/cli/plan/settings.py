@@ -41,7 +41,7 @@ OPTION = "activation_checkpoint.selective_ac_option"
 OFFLOAD = "activation_checkpoint.offload"
 CPU_OFFLOAD = "training.enable_cpu_offload"
 
-#: What FSDP's users weigh: a key, and the values of which a search compares its choice with the
+#: Choices of FSDP: a key, and the values of which a search compares its choice with the
 #: first other one.
 CHOICES: dict[str, tuple[str, tuple[Any, Any]]] = {
     "mixed precision": ("training.mixed_precision_param", ("bfloat16", "float32")),

@@ -89,12 +89,12 @@ class RepeatedSteps(Callback):
 
     def _add(self, weight: Tensor, gradient: Tensor) -> None:
         if self._own is not None:
-            # That of the micro-batches before, whose order counts.
+            # The hash of the micro-batches before; a factor makes their order count.
             before = 3 * self._own[weight] if weight in self._own else 0
             self._own[weight] = bit_sum(plain_local(gradient)) + before
 
     def _hashed(self, arguments: Any, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a pass's share of the loss, and hashes by the name of what they are of."""
+        """Return a pass's share of the loss, and the hash of each tensor by its name."""
         own = self._own = {}
         share = self._run(*arguments)
         self._own = None
