@@ -112,6 +112,9 @@ def _train(world: DistEnv, folder: str, flip: Flip | None, *flags: str) -> dict[
     runner.forward_backward = passing
     found = outcome_of(trainer, folder)
     rows = [(row["step"], row["loss"], row["grad_norm"]) for row in found["rows"] if "loss" in row]
+    if trainer.parts.world.rank:
+        # Rank 0 may still write the last one.
+        rows = []
     weights = weights_of(trainer.parts.model)
     return {**found, "rows": rows, "weights": weights, "passes": done}
 
@@ -132,8 +135,7 @@ def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
         (2, [TP]),
         (2, EP),
         (2, PP),
-        # One of 17 such runs on a busy machine ended otherwise than the plain run, unnoticed.
-        pytest.param(4, [*PP, TP], marks=pytest.mark.soak),
+        (4, [*PP, TP]),
         (4, [*EP, TP]),
     ],
 )
