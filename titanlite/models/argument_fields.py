@@ -28,15 +28,20 @@ def argument(
     decides: str | None = None,
     of_training: bool = False,
     may_be_zero: bool = False,
+    came_later: bool = False,
 ) -> Any:
     """Declare an argument that is no plain part of the shape; subclasses inherit the declaration.
 
     decides: the attribute that models are compared by, "" if others are. of_training: it changes
-    neither weights nor logits; runs that differ in it resume each other's checkpoints.
+    neither weights nor logits; runs that differ in it resume each other's checkpoints. came_later:
+    models of older versions, and files of Hugging Face, have the default without saying so. Their
+    checkpoints are resumed, and a model with another value has no form there.
     """
     told: dict[str, Any] = {}
     if may_be_zero:
         told["may_be_zero"] = True
+    if came_later:
+        told["came_later"] = True
     if of_training:
         told["of_training"] = True
     if decides is not None or of_training:
@@ -61,6 +66,11 @@ def _told(cls: type, name: str) -> Mapping[str, Any]:
 def is_of_training(cls: type, name: str) -> bool:
     """Return whether an argument leaves the weights' meaning alone."""
     return bool(_told(cls, name)["of_training"])
+
+
+def may_lack(cls: type, name: str) -> bool:
+    """Return whether an older model, or one of Hugging Face, may not say this argument."""
+    return "came_later" in _told(cls, name)
 
 
 def deciding(args: Any) -> dict[str, Any]:
