@@ -82,7 +82,7 @@ def test_one_entry_makes_a_kind_known_to_the_checks_to_ladders_and_to_reports(ki
     assert decay.reaches_floor == (factors[-1] == 0 and not needed)
     for key in () if decay.has_end else KEYS_OF_END:
         with pytest.raises(ConfigError, match=f"(?s){key}.*it has no end to shape"):
-            load_config("debug_model.toml", 1, [*flags, f"--lr_scheduler.{key}=0.5"])
+            load_config("debug_model.toml", 1, [*flags, f"--lr_scheduler.{key}=1"])
 
 
 def test_a_kind_may_go_by_steps_and_has_its_rates_of_any_length(
