@@ -186,8 +186,8 @@ def schedule_text(schedule: Schedule, floor: float) -> str:
     if schedule.decay_steps is not None:
         over = f" over the last {counted(schedule.decay_steps, unit)}"
     kind = schedule.decay_type
-    has_end = DECAYS[kind].has_end
-    parts.append(f"{kind} decay{over} to {floor:g}" if has_end else f"then {kind}")
+    ends = f"{kind} decay{over} to {floor:g}"
+    parts.append(ends if DECAYS[kind].has_end else f"then {kind}")
     if schedule.total_steps is not None:
         parts.append(f"{counted(schedule.total_steps, unit)} in all")
     return ", ".join(parts)

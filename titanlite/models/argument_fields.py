@@ -50,8 +50,9 @@ def argument(
 
 
 @functools.cache
-def _told(cls: type, name: str) -> Mapping[str, Any]:
-    found: dict[str, Any] = {"of_training": name == LENGTH, "decides": name}
+def declared(cls: type, name: str) -> Mapping[str, Any]:
+    """Return what an argument tells about itself, see `argument`."""
+    found: dict[str, Any] = {"of_training": name == LENGTH, "came_later": False, "decides": name}
     for base in reversed(cls.__mro__):
         declared = vars(base).get("__dataclass_fields__", {}).get(name)
         found.update(declared.metadata if declared is not None else {})
@@ -61,16 +62,6 @@ def _told(cls: type, name: str) -> Mapping[str, Any]:
             if default == 0:
                 found["may_be_zero"] = True
     return found
-
-
-def is_of_training(cls: type, name: str) -> bool:
-    """Return whether an argument leaves the weights' meaning alone."""
-    return bool(_told(cls, name)["of_training"])
-
-
-def may_lack(cls: type, name: str) -> bool:
-    """Return whether an older model, or one of Hugging Face, may not say this argument."""
-    return "came_later" in _told(cls, name)
 
 
 def deciding(args: Any) -> dict[str, Any]:
@@ -83,7 +74,7 @@ def deciding(args: Any) -> dict[str, Any]:
     found = {}
     cls: Any = type(args)
     for one in fields(args):
-        attribute = _told(cls, one.name)["decides"]
+        attribute = declared(cls, one.name)["decides"]
         if attribute and one.name != LENGTH:
             found[one.name] = getattr(args, attribute)
     return found
@@ -95,7 +86,7 @@ def out_of_range(args: Any) -> list[str]:
     cls: Any = type(args)
     for one in fields(args):
         value = getattr(args, one.name)
-        told = _told(cls, one.name)
+        told = declared(cls, one.name)
         if type(value) not in (int, float) or told.get("is_signed"):
             continue
         may_be_zero = "may_be_zero" in told

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from titanlite.models.argument_fields import may_lack
+from titanlite.models.argument_fields import declared
 from titanlite.models.hf_names import HFName, entry_of
 from titanlite.models.llama import LlamaArgs
 from titanlite.models.rope_config_json import FULL, WINDOW, read_scaling, rope_of, written_rope
@@ -149,7 +149,8 @@ class HFTable:
         known = [one.argument for one in self.entries.values() if isinstance(one, Entry)]
         for one in fields(args):
             value = getattr(args, one.name)
-            if may_lack(type(args), one.name) and value != one.default and one.name not in known:
+            is_later = declared(type(args), one.name)["came_later"]
+            if is_later and value != one.default and one.name not in known:
                 raise ValueError(
                     f"{one.name} is {value!r}, and {self.model_type} of `transformers` lacks it"
                 )

@@ -72,10 +72,7 @@ def square_norm(
         tensor = of(parameter)
         if tensor is not None:
             pieces.append(local(tensor))
-    shares = []
-    for copies, pieces in by_copies.items():
-        if pieces:
-            shares.append(total_norm(pieces).square() / copies)
+    shares = [total_norm(some).square() / copies for copies, some in by_copies.items() if some]
     if not shares:
         return torch.zeros((), dtype=torch.float32, device=device)
     total = torch.stack(shares).sum()
