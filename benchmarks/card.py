@@ -43,6 +43,7 @@ _ROWS = {
     "ranks": "ranks",
     "tokens in a step": "tokens a step",
     "steps": "steps",
+    "warm-up steps, left out of speeds": "warm-up",
     "tokens/s and device: median": "tokens/s",
     "lower quartile": "lower quartile",
     "upper quartile": "upper quartile",
@@ -53,7 +54,8 @@ _ROWS = {
     "reserved by the allocator, GiB": "reserved GiB",
 }
 _FORMULA = """MFU = tokens/s and device × FLOPs of a token / peak of the device. A token takes 6
-FLOPs for each weight that is multiplied, and 12 × layers × heads × head_dim × seq_len for attention.
+FLOPs for each weight that is multiplied, and 12 × layers × heads × head_dim × seq_len for
+attention.
 """
 
 
@@ -100,6 +102,7 @@ def figures(folder: Path) -> dict[str, Any]:
     mfu = [row["mfu"] for row in rows[WARMUP:] if "mfu" in row]
     return {
         "steps": len(rows),
+        "warm-up": WARMUP,
         "tokens/s": middle,
         "lower quartile": low,
         "upper quartile": high,
@@ -165,19 +168,18 @@ def text_of(card: Mapping[str, Any]) -> str:
     lines = [f"# {card['title']} on {devices}", "", card.get("note", ""), ""]
     lines += [f"| | {' | '.join(cells)} |", f"|{' --- |' * (len(cells) + 1)}"]
     table = {title: [cell.get(key) for cell in cells.values()] for title, key in _ROWS.items()}
-    losses = [{**cell.get("losses", {}), "last": cell.get("loss")} for cell in cells.values()]
-    for step in (*map(str, LOSSES), "last"):
-        table[f"loss, step {step}"] = [loss.get(step) for loss in losses]
+    losses = [cell.get("losses", {}) for cell in cells.values()]
+    for step in map(str, LOSSES):
+        if any(step in found for found in losses):
+            table[f"loss, step {step}"] = [found.get(step) for found in losses]
+    table["loss, last step"] = [cell.get("loss") for cell in cells.values()]
     missing = ["not measured" if name in made else "not run" for name in cells]
     for title, values in table.items():
-        if any(values):
-            pairs = zip(values, missing, strict=True)
-            texts = [shown(value) if value else instead for value, instead in pairs]
-            lines.append(f"| {title} | {' | '.join(texts)} |")
+        pairs = zip(values, missing, strict=True)
+        texts = [shown(value) if value else instead for value, instead in pairs]
+        lines.append(f"| {title} | {' | '.join(texts)} |")
     failed = {name: cell["failed"] for name, cell in cells.items() if "failed" in cell}
     lines += ["", *(f"- {name} failed: {why}" for name, why in failed.items())]
-    if made:
-        lines += ["", f"Speeds are of the steps after the first {WARMUP}."]
     lines += ["", "## Model FLOPs utilization", "", _FORMULA, *_utilizations(made)]
     lines += ["", "## Gradients of the first step", ""]
     lines += [f"- {line}" for line in card.get("gradients", ["not run"])]
@@ -194,7 +196,7 @@ def _utilizations(made: Mapping[str, Mapping[str, Any]]) -> list[str]:
         text = f"{shown(cell['tokens/s'])} × ({weights:,.4g} + {attention:,.4g}) GFLOP = "
         text += f"{rate:,.4g} TFLOP/s"
         if peak := cell["peak"]:
-            text += f"; / {peak / 1e12:,.4g} TFLOP/s = {100e12 * rate / peak:.1f} %"
+            text += f", {100e12 * rate / peak:.3g} % of {peak / 1e12:,.4g} TFLOP/s"
         else:
             text += ". The peak of this device is not known: no MFU"
         lines.append(f"- {name}: {text}")
