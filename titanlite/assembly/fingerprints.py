@@ -30,8 +30,9 @@ def fingerprints(model: str, args: Any, datasets: Datasets) -> dict[str, str]:
 def weights_fingerprints(model: str, args: Any, tokenizer: Tokenizer) -> dict[str, str]:
     """Return the part of `fingerprints` on which the meaning of weights depends."""
     shape = asdict(args)
+    cls: Any = type(args)
     for one in fields(args):
-        told = declared(type(args), one.name)
+        told = declared(cls, one.name)
         is_older = told["came_later"] and shape[one.name] == one.default
         if one.name in _NEVER or is_older or told["of_training"]:
             del shape[one.name]

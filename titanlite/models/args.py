@@ -142,7 +142,7 @@ def shape_of(model: Model) -> Any:
 def missing_fields(model: Model) -> list[str]:
     """Return the fields that `[model]` leaves open for a folder's model."""
     found = []
-    cls = get_spec(model.name).args_class
+    cls: Any = get_spec(model.name).args_class
     for field in fields(cls):
         told = declared(cls, field.name)
         can_lack = field.default is None or told["of_training"] or told["came_later"]

@@ -147,9 +147,10 @@ class HFTable:
                 "`transformers`"
             )
         known = [one.argument for one in self.entries.values() if isinstance(one, Entry)]
+        cls: Any = type(args)
         for one in fields(args):
             value = getattr(args, one.name)
-            is_later = declared(type(args), one.name)["came_later"]
+            is_later = declared(cls, one.name)["came_later"]
             if is_later and value != one.default and one.name not in known:
                 raise ValueError(
                     f"{one.name} is {value!r}, and {self.model_type} of `transformers` lacks it"
