@@ -92,6 +92,9 @@ def train_state(trainer: Trainer) -> dict[str, Any]:
     state = {
         "data": gather_state(parts.loader.state_dict(), parts.datasets.train),
         "tokens_seen": trainer.tokens_seen,
+        "epoch_tokens": {
+            name: text.tokens_per_epoch for name, text in parts.datasets.train.texts().items()
+        },
         "global_batch": parts.course.size(trainer.step).sequences,
         "schedule_began": parts.learning_rate.began,
         "schedule": parts.learning_rate.record(),

@@ -72,6 +72,8 @@ class DataSource(Section, frozen=True):
     """Share of the mixture in tokens, relative to the other sources."""
     epochs: Count | None = None
     """Most passes over this source. None: no limit."""
+    license: Name | None = None
+    """Its licence, for the statement beside exported weights. None: not stated."""
 
     @property
     def title(self) -> str:
@@ -137,6 +139,8 @@ class Data(Section, frozen=True):
     """Day that a chat template writes, as "2025-01-31": strftime_now has it (gpt-oss, Mistral).
     None: the template has no such function.
     """
+    license: Name | None = None
+    """Licence of the text, as license of a source. None: not stated."""
     subset: Name | None = None
     """Part of a data set of the hub (its config). None: the default one."""
     split: Name | None = None

@@ -59,12 +59,10 @@ class AttemptRecord(Callback):
     def __init__(
         self, folder: Path, toml: str, description: str, device: str, watch: Position | None
     ) -> None:
-        self._folder, self._toml, self._description, self._device = (
-            folder,
-            toml,
-            description,
-            device,
-        )
+        self._folder = folder
+        self._toml = toml
+        self._description = description
+        self._device = device
         self._watch = watch
         #: Lines about the attempt before, for the start report.
         self.lines: list[str] = []
@@ -91,6 +89,10 @@ class AttemptRecord(Callback):
             source=loaded.folder if loaded is not None and loaded.origin == "from" else None,
         )
         self._record, self.lines = record.begin(self._folder, start)
+        if world.device.type == "cuda":
+            from titanlite.metrics.energy import EnergyMeter
+
+            self._record.energy = EnergyMeter(world.size).figures
 
     def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
         if self._record:

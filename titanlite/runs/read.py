@@ -120,22 +120,22 @@ class Run:
 
     @property
     def duration(self) -> float | None:
-        """Seconds of all attempts, without the pauses between them.
+        """Seconds of all attempts, without the pauses between them."""
+        return sum(self.durations) if self.durations else None
 
-        An attempt without a recorded end lasted until its last row, or lives.
-        """
+    @property
+    def durations(self) -> list[float]:
+        """Seconds of each attempt; of one without a recorded end until its last row, or now."""
         starts = [attempt["started"] or 0.0 for attempt in self.attempts] or self._times[:1]
-        if not starts:
-            return None
-        total = 0.0
+        found = []
         for place, start in enumerate(starts):
             attempt = self.attempts[place] if self.attempts else {}
             following = self.attempts[place + 1] if place + 1 < len(starts) else {}
             # Its rows may be in an earlier file, if the next attempt began again.
             ended = attempt.get("ended") or following.get("lost", {}).get("seen")
             next_start = starts[place + 1] if following else math.inf
-            total += max((ended or self._last_sign(start, next_start)) - start, 0.0)
-        return total
+            found.append(max((ended or self._last_sign(start, next_start)) - start, 0.0))
+        return found
 
     @property
     def ended(self) -> float | None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -92,6 +92,8 @@ class AttemptRecord:
         self._kept = step, tokens
         self._ended = False
         self._warned = False
+        #: What the attempt used so far; {}: not measured.
+        self.energy: Callable[[], dict[str, float]] = dict
 
     def saved(self, step: int, tokens: int) -> None:
         self._saved_step = step
@@ -120,6 +122,7 @@ class AttemptRecord:
                 "saved_step": self._saved_step,
                 "lost_steps": max(step - kept[0], 0),
                 "lost_tokens": max(tokens - kept[1], 0),
+                **self.energy(),
             }
         )
 
@@ -243,8 +246,6 @@ def _replace(path: Path, content: bytes | None, attempt: int) -> str | None:
 
 
 def _free_name(path: Path, number: int) -> Path:
-    while True:
-        name = path.with_name(f"{path.stem}-{number}{path.suffix}")
-        if not name.exists():
-            return name
+    while (name := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
         number += 1
+    return name

@@ -45,6 +45,7 @@ from titanlite.checkpoint.state_dict import converted, describe
 from titanlite.checkpoint.store_paths import AnyPath
 from titanlite.cli.checkpoint_folders import checkpoint_of
 from titanlite.cli.hub.compare_checkpoints import Contents, compare_ids, compare_logits
+from titanlite.cli.hub.statement import statement_files
 from titanlite.config.trust import Origin, foreign
 from titanlite.data.tokenizer.export_files import hf_files
 from titanlite.features.lora.settings import RECORD
@@ -358,7 +359,7 @@ def _write_hf(
         problem = write_files(folder, files, source.read)
         if problem:
             raise CheckpointError(f"{final} cannot be written: {problem}")
-        write_configs(folder, config, files, entries, beside)
+        write_configs(folder, config, files, entries, {**beside, **statement_files(source)})
         if report is not None:
             report(compare_logits(source.family, source.args, source.read, Path(str(folder))))
             if source.tokenizer:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.hf_files import PEFT_CONFIG
+from titanlite.cli.hub.public_places import last_part, public_place
 from titanlite.config.toml import TOMLDecodeError, loads, quote
 from titanlite.contrib.hub.push_source import Weights
 from titanlite.runs.provenance import public_config
@@ -22,10 +23,6 @@ CONFIG_FILE = "train.toml"
 MARK = "<!-- written by titanlite push: delete this line, and no upload replaces this card -->"
 #: A quoted text of TOML, or a comment, which tells where a value comes from.
 _QUOTED_OR_COMMENT = re.compile(r"""("(?:[^"\\\n]|\\.)*"|'[^'\n]*')|[ \t]*#.*""")
-#: How a place on a machine, or in a store that is not open to all, begins.
-_PRIVATE = re.compile(
-    r"[/~$]|\.\.[/\\]|[a-z]:[/\\]|\\\\|(?!https?:|hf:)[a-z][\w+.-]*://", re.IGNORECASE
-)
 _LAUNCH = re.compile(r"^\[+launch\b.*?(?=^\[|\Z)", re.MULTILINE | re.DOTALL)
 #: Where the run uploads its own checkpoints: a reader may not write there.
 _UPLOADS = re.compile(r"^hub = .*\n", re.MULTILINE)
@@ -43,7 +40,7 @@ def files_beside(
         base = str(config.get(_BASE) or "")
         # A folder of this machine is its own affair.
         if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", base) or Path(base).exists():
-            base = _name(base)
+            base = last_part(base)
         found[PEFT_CONFIG] = json.dumps({**config, _BASE: base}, indent=2).encode()
     if weights.manifest is not None or not (folder / README).is_file():
         found[README] = _card(weights, base, place, license).encode()
@@ -102,8 +99,5 @@ def _public_part(match: re.Match[str]) -> str:
     except TOMLDecodeError:
         # The checkpoint is by another program.
         return quote("…")
-    return quote(f"…/{_name(text)}") if _PRIVATE.match(text) else quoted
-
-
-def _name(path: str) -> str:
-    return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
+    shown = public_place(text)
+    return quoted if shown == text else quote(shown)
