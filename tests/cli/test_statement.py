@@ -18,6 +18,8 @@ from tests.support.steps import train_rows
 from titanlite import load_config
 from titanlite.assembly.datasets import read_datasets
 from titanlite.cli.hub.export_weights import convert
+from titanlite.cli.hub.statement import sources_of
+from titanlite.config.load import load_file
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics.energy import EnergyMeter
@@ -122,6 +124,13 @@ def test_without_the_run_what_only_it_knows_is_not_stated_and_measured_energy_is
     found, page = statement(copy, tmp_path / "again")
     assert found["gpu_energy_kwh"] == 1.0
     assert "| energy | 1.000 kWh of the GPUs, by NVML |" in page
+
+
+def test_one_text_alone_has_all_tokens() -> None:
+    config = load_file("debug_model.toml", ["--data.license=MIT"]).sections
+    train = {"data": {"next_sequence": 3}, "tokens_seen": 10, "epoch_tokens": {"": 4}}
+    expected = {"name": "c4_test", "license": "MIT", "tokens": 10, "share": 1.0, "epochs": 2.5}
+    assert sources_of(config, train) == [expected]
 
 
 def test_energy_of_this_machine_stands_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,7 +229,7 @@ def _texts(config: LoadedConfig) -> Iterator[Problem]:
         if not source.name and source.path is not None:
             message = "is missing, and the losses of a source have its name"
             yield Problem("missing", f"{key}.name", message, 'as name = "wiki"')
-        for field in ("weight", "epochs"):
+        for field in ("weight", "epochs", "license"):
             if getattr(source, field) != getattr(plain, field):
                 message = "is for mixtures of training text"
                 yield Problem("conflict", f"{key}.{field}", message, "remove it")

@@ -73,7 +73,7 @@ class DataSource(Section, frozen=True):
     epochs: Count | None = None
     """Most passes over this source. None: no limit."""
     license: Name | None = None
-    """Its licence, for the statement beside exported weights. None: not stated."""
+    """Its licence, for the statement beside exported weights. None: data.license."""
 
     @property
     def title(self) -> str:
@@ -140,7 +140,7 @@ class Data(Section, frozen=True):
     None: the template has no such function.
     """
     license: Name | None = None
-    """Licence of the text, as license of a source. None: not stated."""
+    """Licence of the text, as of a source. None: not stated."""
     subset: Name | None = None
     """Part of a data set of the hub (its config). None: the default one."""
     split: Name | None = None

@@ -68,7 +68,7 @@ def statement(manifest: Manifest, source: Source) -> dict[str, Any]:
         "steps": run.steps,
         "saved": manifest.created,
         "tokens": tokens,
-        "sources": _sources(config, manifest.train),
+        "sources": sources_of(config, manifest.train),
         "sequence_length": config.training.seq_len,
         "packing": data.packing,
         "shuffled": data.shuffle,
@@ -85,9 +85,10 @@ def statement(manifest: Manifest, source: Source) -> dict[str, Any]:
     }
 
 
-def _sources(config: Config, train: Mapping[str, Any]) -> list[dict[str, Any]]:
+def sources_of(config: Config, train: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what a run of a config has read of each text, by its train state in a checkpoint."""
     data, training = config.data, config.training
-    alone = DataSource(name=training.dataset, path=training.dataset_path, license=data.license)
+    alone = DataSource(name=training.dataset, path=training.dataset_path)
     served = _served(train["data"], data.seed)
     found = []
     for name, text in {text.title: text for text in data.source}.items() or [("", alone)]:
@@ -97,7 +98,7 @@ def _sources(config: Config, train: Mapping[str, Any]) -> list[dict[str, Any]]:
         found.append(
             {
                 "name": public_place(text.title),
-                "license": text.license,
+                "license": text.license or data.license,
                 "tokens": tokens,
                 "share": share,
                 "epochs": tokens / epoch if epoch else None,
