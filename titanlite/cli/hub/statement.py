@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 def statement_files(source: Source) -> dict[str, bytes]:
-    """Return the statement for programs and for people; {} for weights that tell no config."""
+    """Return the statement for programs and for people; {} for weights that tell no run."""
     manifest = source.manifest
-    if manifest is None or "toml" not in manifest.config:
+    if manifest is None or "toml" not in manifest.config or "data" not in manifest.train:
         return {}
     import jinja2
 
@@ -59,7 +59,7 @@ def statement(manifest: Manifest, source: Source) -> dict[str, Any]:
     began = str(run.attempts[0].get("began")) if run.attempts else ""
     hours = [seconds / 3600 for seconds in run.durations]
     ranks = [attempt.get("ranks") or 0 for attempt in run.attempts]
-    joules = [attempt.get("joules") for attempt in run.attempts]
+    joules: list[Any] = [attempt.get("joules") for attempt in run.attempts]
     return {
         "family": source.family,
         "parameters": spec.count_parameters(args),
