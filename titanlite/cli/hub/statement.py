@@ -56,14 +56,13 @@ def statement(manifest: Manifest, source: Source) -> dict[str, Any]:
         own = [entry[1] for name, entry in manifest.tensors.items() if name.startswith(WEIGHT)]
         flops += 6 * sum(map(math.prod, own)) - spec.flops_per_token(args, 0) // 3
     tokens = manifest.train["tokens_seen"]
-    began = str(run.attempts[0].get("began")) if run.attempts else ""
     hours = [seconds / 3600 for seconds in run.durations]
     ranks = [attempt.get("ranks") or 0 for attempt in run.attempts]
     joules: list[Any] = [attempt.get("joules") for attempt in run.attempts]
     return {
         "family": source.family,
         "parameters": spec.count_parameters(args),
-        "weights_from": public_place(began[5:]) if began.startswith("from ") else None,
+        "weights_from": public_place(config.checkpoint.initial_load_path or "") or None,
         "step": manifest.step,
         "steps": run.steps,
         "saved": manifest.created,
