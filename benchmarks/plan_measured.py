@@ -18,8 +18,8 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
+from titanlite.cli.plan.measured import anchored, trace_parts
 from titanlite.plan.hardware import Cluster, find_gpu
-from titanlite.plan.measured import anchored, trace_parts
 from titanlite.plan.memory import with_vocabulary
 from titanlite.plan.speed import predict
 from titanlite.resolve.load import check_config

@@ -13,9 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from titanlite.cli import main as cli
+from titanlite.cli.plan.measured import anchored, trace_parts
 from titanlite.config.errors import ConfigError
 from titanlite.plan.hardware import GPUS, Cluster
-from titanlite.plan.measured import anchored, trace_parts
 from titanlite.plan.speed import predict
 from titanlite.resolve.load import check_config
 from titanlite.run.config import RunConfig

@@ -163,7 +163,7 @@ class Cluster:
     network: float
     #: AWS instance type; empty: none is named.
     instance: str = ""
-    #: Factor by which steps take longer, and the run that measured it (`plan.measured`).
+    #: Factor by which steps take longer, and the run that measured it (`--measured`).
     slower: float = 1.0
     note: str = ""
 

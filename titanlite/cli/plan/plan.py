@@ -65,7 +65,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     config, run = resolve(config, ranks_of(config.sections.launch, **names))
     cluster = cluster_of(run, **names)
     if arguments.measured:
-        from titanlite.plan.measured import anchored
+        from titanlite.cli.plan.measured import anchored
 
         cluster = anchored(cluster, arguments.measured)
     if arguments.search:

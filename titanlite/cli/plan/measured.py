@@ -1,4 +1,4 @@
-"""What a run took against its own plan, for `titanlite plan --measured`. No torch here.
+"""What a run took against its own plan, for `titanlite plan --measured`.
 
 A step's seconds are those of metrics.jsonl. A trace of `profiling.enable_profiling` divides them by
 kind of work.
