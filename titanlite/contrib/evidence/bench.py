@@ -1,4 +1,4 @@
-"""Runs of one config as child processes, each in its own folder: trained, killed, copied."""
+"""Runs of one config as child processes, each in its own folder: trained, killed, continued."""
 
 from __future__ import annotations
 
@@ -6,91 +6,84 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite import exit_codes, torchrun
-from titanlite.checkpoint.manifest import step_folder
-from titanlite.contrib.processes import kill, last_lines, run, start, training_environment
+from titanlite.contrib.processes import kill, last_lines, run, start
+from titanlite.runs.jsonl import FILE
 from titanlite.runs.lines import read_lines
 
 CONSOLE = "console.log"
-#: Seconds between two looks at a run that is to be killed, and until it must have begun.
+#: Seconds between two looks at a run that is to be killed.
 _LOOK = 0.002
-_SECONDS = 900.0
 
 
 class RunFailed(RuntimeError):
-    """A child ended with another exit code than 0."""
+    """A child did not end as it should; the text has its last lines."""
 
-    def __init__(self, name: str, code: int, console: Path) -> None:
-        lines = last_lines(console, 3)
-        super().__init__(f"{name} ended with exit code {code}: {' '.join(lines)}")
+    def __init__(self, code: int, console: Path) -> None:
+        lines = "\n".join(last_lines(console, 3))
+        super().__init__(f"{console} ends with exit code {code}: {lines}")
         self.is_refused = code == exit_codes.CONFIG
 
 
+@dataclass(frozen=True)
 class Bench:
-    """Where the runs of a config are, and how they start."""
+    """A config and the folder of its runs."""
 
-    def __init__(self, folder: Path, config: Path, ranks: int, device: str) -> None:
-        self.folder = folder
-        self.config = config
-        self.ranks = ranks
-        self._environment: Mapping[str, str] = training_environment(device)
+    folder: Path
+    config: Path
+    ranks: int
+    environment: Mapping[str, str]
 
-    def train(self, name: str, *flags: str, ranks: int | None = None) -> Path:
+    def train(self, name: str, *flags: str, ranks: int = 0) -> Path:
         """Train a run to its end; return its folder. Raises RunFailed."""
-        own = self.folder / name
-        self._finish(name, self._words(own, flags), ranks)
-        return own
+        self.finish(name, self._words(name, flags), ranks)
+        return self.folder / name
 
-    def evaluate(self, checkpoint: Path) -> Path:
-        """Measure a checkpoint by `titanlite eval`; return the file with its output."""
-        words = ["eval", str(checkpoint), "--json"]
-        return self._finish("evaluation", words, None)
+    def killed(self, name: str, steps: int) -> Path:
+        """Train a run until it has logged so many steps, and kill all its ranks at once.
 
-    def train_until_killed(self, name: str, steps: int) -> Path:
-        """Start a run, and kill all its ranks at once when it has logged so many steps.
-
-        Raises RunFailed where it has ended before.
+        Raises RunFailed where it ended before.
         """
-        own = self.folder / name
         console = self._console(name)
-        child = start(self._command(self._words(own, ()), None), console, self._environment)
-        deadline = time.monotonic() + _SECONDS
+        child = start(self._command(self._words(name)), console, self.environment)
         try:
-            while child.poll() is None and len(read_lines(own / "metrics.jsonl", [])) < steps:
-                if time.monotonic() > deadline:
-                    break
+            while child.poll() is None and len(read_lines(console.with_name(FILE), [])) < steps:
                 time.sleep(_LOOK)
         finally:
             kill(child)
         if child.returncode >= 0:
-            raise RunFailed(name, child.returncode, console)
-        return own
+            raise RunFailed(child.returncode, console)
+        return console.parent
 
-    def copy(self, source: Path, step: int, name: str) -> Path:
-        """Copy one checkpoint of a run to a new run; return that checkpoint's folder."""
-        new = step_folder(self.folder / name / "checkpoint", step)
-        shutil.copytree(step_folder(source / "checkpoint", step), new)
-        return new
+    def saved(self, name: str, step: int) -> Path:
+        """Return the folder of a run's checkpoint."""
+        return self.folder / name / "checkpoint" / f"step-{step}"
 
-    def _words(self, own: Path, flags: Sequence[str]) -> list[str]:
-        files = ["--job.config_file", str(self.config)]
-        return ["train", *files, f"--job.dump_folder={own}", *flags]
+    def copied(self, source: str, step: int, name: str) -> Path:
+        """Copy a checkpoint of one run to another; return its folder."""
+        return Path(shutil.copytree(self.saved(source, step), self.saved(name, step)))
 
-    def _command(self, words: Sequence[str], ranks: int | None) -> list[str]:
-        ranks = ranks or self.ranks
-        if ranks > 1:
-            return torchrun.command(ranks, words)
+    def finish(self, name: str, words: Sequence[str], ranks: int = 0) -> str:
+        """Run a command to its end; return its output. Raises RunFailed."""
+        console = self._console(name)
+        code = run(self._command(words, ranks), console, environment=self.environment)
+        if code:
+            raise RunFailed(code, console)
+        return console.read_text()
+
+    def _words(self, name: str, flags: Sequence[str] = ()) -> list[str]:
+        own = f"--job.dump_folder={self.folder / name}"
+        return ["train", "--job.config_file", str(self.config), own, *flags]
+
+    def _command(self, words: Sequence[str], ranks: int = 0) -> list[str]:
+        if (ranks or self.ranks) > 1:
+            return torchrun.command(ranks or self.ranks, words)
         return [sys.executable, "-m", "titanlite", *words]
 
-    def _finish(self, name: str, words: Sequence[str], ranks: int | None) -> Path:
-        console = self._console(name)
-        code = run(self._command(words, ranks), console, environment=self._environment)
-        if code:
-            raise RunFailed(name, code, console)
-        return console
-
     def _console(self, name: str) -> Path:
-        self.folder.joinpath(name).mkdir(parents=True, exist_ok=True)
-        return self.folder / name / CONSOLE
+        console = self.folder / name / CONSOLE
+        console.parent.mkdir(exist_ok=True)
+        return console

@@ -1,4 +1,4 @@
-"""Faults put into a copy of a checkpoint as a broken machine would write them: with right hashes."""
+"""Faults in a copy of a checkpoint, with right hashes: as a broken machine would write them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from titanlite.checkpoint.dcp_files import CheckedReader
 from titanlite.checkpoint.loaded import WEIGHT
 from titanlite.checkpoint.manifest import FILE, file_digest, read_manifest
 from titanlite.checkpoint.state_dict import RNG
+from titanlite.contrib.evidence.facts import as_bytes
 from titanlite.utils import atomic_write
 
-#: Changes a rank's part of a tensor in place; returns whether it did.
+#: Changes a stored part of a tensor in place; returns whether it did.
 Fault = Callable[[MetadataIndex, torch.Tensor], bool]
 
 
-def inject(folder: Path, fault: Fault, everywhere: bool = False) -> str:
-    """Change the first part of a tensor that a fault changes, or all; return that tensor's name."""
+def inject(folder: Path, fault: Fault, everywhere: bool = False) -> bool:
+    """Change the first part that a fault changes, or all; return whether there is one."""
     manifest = read_manifest(folder)
-    found = ""
-    for index, place, part in parts(folder):
+    found = False
+    for index, place, part in _parts(folder):
         before = as_bytes(part)
         if (found and not everywhere) or not fault(index, part):
             continue
-        found = found or index.fqn
+        found = True
         file = folder / place.relative_path
         data = file.read_bytes()
         at = data.index(before, place.offset)
@@ -41,42 +42,26 @@ def inject(folder: Path, fault: Fault, everywhere: bool = False) -> str:
     return found
 
 
-def parts(folder: Path) -> Iterator[tuple[MetadataIndex, Any, torch.Tensor]]:
-    """Yield the index, the place and the content of each stored part of a tensor."""
+def _parts(folder: Path) -> Iterator[tuple[MetadataIndex, Any, torch.Tensor]]:
+    """Yield index, place and content of each stored part of a tensor."""
     places = CheckedReader(folder, read_manifest(folder)).read_metadata().storage_data
     for index, place in places.items():
-        data = (folder / place.relative_path).read_bytes()
-        stored = data[place.offset : place.offset + place.length]
-        yield index, place, torch.load(io.BytesIO(stored), weights_only=True)
+        data = (folder / place.relative_path).read_bytes()[place.offset :]
+        yield index, place, torch.load(io.BytesIO(data[: place.length]), weights_only=True)
 
 
-def as_bytes(tensor: torch.Tensor) -> bytes:
-    """Return the numbers of a tensor as they are in memory."""
-    return _bytes_of(tensor.contiguous()).numpy().tobytes()
+def flips(prefix: str, size: int, every: bool = False) -> Fault:
+    """Return the fault that flips a bit of a tensor's largest number, or of every number.
 
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.flatten().view(torch.uint8)
-
-
-def flipped_bit(index: MetadataIndex, part: torch.Tensor) -> bool:
-    """Flip a bit of the largest number of an optimizer's state: bfloat16's last one."""
-    is_moment = index.fqn.startswith("optimizer.") and part.is_floating_point()
-    if not is_moment or part.numel() < 2:
-        return False
-    size = part.element_size()
-    _bytes_of(part)[int(part.flatten().abs().argmax()) * size + size - 2] ^= 1
-    return True
-
-
-def last_bits(size: int) -> Fault:
-    """Return the fault that flips the last bit of each weight, in numbers of so many bytes."""
+    size: the bit is the last one of a number of so many bytes.
+    """
 
     def fault(index: MetadataIndex, part: torch.Tensor) -> bool:
-        if not index.fqn.startswith(WEIGHT) or not part.is_floating_point():
+        if not index.fqn.startswith(prefix) or not part.is_floating_point() or part.numel() < 2:
             return False
         width = part.element_size()
-        _bytes_of(part)[width - min(size, width) :: width] ^= 1
+        chosen = part.abs() >= (0 if every else part.abs().max())
+        part.flatten().view(torch.uint8)[width - min(size, width) :: width] ^= chosen.flatten()
         return True
 
     return fault
@@ -84,16 +69,15 @@ def last_bits(size: int) -> Fault:
 
 def other_generator(index: MetadataIndex, part: torch.Tensor) -> bool:
     """Give a rank the generator of another seed."""
-    if index.fqn != RNG:
-        return False
     state = torch.Generator().manual_seed(1).get_state()
-    part.flatten()[: state.numel()] = state
-    return True
+    if index.fqn == RNG:
+        part.flatten()[: state.numel()] = state
+    return index.fqn == RNG
 
 
-def stale_weight(older: Path) -> Fault:
+def stale(older: Path) -> Fault:
     """Return the fault that takes a part of a weight from an older checkpoint."""
-    before = {index: part for index, _, part in parts(older)}
+    before = {index: part for index, _, part in _parts(older)}
 
     def fault(index: MetadataIndex, part: torch.Tensor) -> bool:
         if not index.fqn.startswith(WEIGHT) or torch.equal(part, before[index]):

@@ -20,7 +20,7 @@ from titanlite.cli import at_least
 from titanlite.cli.argument_parser import FLAGS, Commands, add_files, files_of, new_command
 from titanlite.config.errors import bad_flag, refuse
 from titanlite.config.load import read
-from titanlite.contrib.processes import stoppable, tell
+from titanlite.contrib.processes import stoppable, tell, training_environment
 from titanlite.dist.count_gpus import count_gpus
 from titanlite.runs import provenance
 from titanlite.runs.lock import RunLock
@@ -57,6 +57,8 @@ def add_command(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
+    if arguments.finished is not None:
+        return _records(arguments.finished, arguments.folder or arguments.finished)
     words = [*files_of(arguments), *arguments.flags]
     if not words:
         raise bad_flag("CONFIG", "no file is given", "`titanlite prove debug_model.toml`")
@@ -77,13 +79,16 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 
         copy = tiny.config.to_toml(defaults=False)
         atomic_write(runs / "config.toml", copy)
-        device = "cuda" if tiny.ranks <= gpus else "cpu"
-        tell(f"{tiny.ranks} ranks on {device}; output of the runs: {runs}/*/console.log")
-        proof = Proof(Bench(runs, runs / "config.toml", tiny.ranks, device), tiny)
+        ranks = tiny.run.mesh.world_size
+        device = "cuda" if ranks <= gpus else "cpu"
+        tell(f"{ranks} ranks on {device}; output of the runs: {runs}/*/console.log")
+        environment = training_environment(device)
+        bench = Bench(runs, runs / "config.toml", ranks, environment)
+        proof = Proof(bench, tiny.run)
         checks = told(proof.checks())
         about = {
             "subject": own.name,
-            "ranks": f"{tiny.ranks} on {device}",
+            "ranks": f"{ranks} on {device}",
             "config": digest_of(config.to_toml().encode()),
             "copy": digest_of(copy.encode()),
             **proof.fingerprints(),
@@ -93,6 +98,16 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         if code == exit_codes.DONE and not arguments.keep:
             shutil.rmtree(runs)
     return text, code
+
+
+def _records(run: Path, folder: Path) -> tuple[str, int]:
+    from titanlite.contrib.evidence.records import Records
+
+    folder.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    checks = told(Records(run).checks())
+    about = {"subject": run.absolute().name, "seconds": time.perf_counter() - began}
+    return report(folder, checks, about, {}, {})
 
 
 def told(checks: Iterable[Check]) -> list[Check]:
