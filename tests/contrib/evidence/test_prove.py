@@ -54,7 +54,7 @@ def test_the_debug_model_is_proved_and_each_fault_is_found(proof: Path) -> None:
     notes = {name: by_name[name]["note"] for name in CONTROLS}
     assert "rng.torch" in notes["generator"] and "1 of" in notes["generator"]
     assert "batch of step 8" in notes["batch"]
-    assert "loss of step 7" in notes["weight"]
+    assert "loss of step 7" in notes["weight"] and "loss of step 7" not in notes["moment"]
     (runs,) = proof.glob("runs-*")
     attempts = (runs / "killed" / "attempts.jsonl").read_text().splitlines()
     starts = [json.loads(line) for line in attempts if '"start"' in line]

@@ -21,19 +21,19 @@ _FIGURES = ("loss", "grad_norm", "lr", "tokens_seen", "validation_loss")
 
 
 def facts_of(run: Path, after: int, last: int) -> Facts:
-    """Return the figures of the steps behind `after` to `last`, the hashes of the batches behind
-    them, and the tensors that were saved last.
+    """Return the hashes of the batches behind the steps `after` to `last`, the figures of these
+    steps but the first, and the tensors that were saved last.
     """
     found: dict[str, Any] = {}
-    for row in read_lines(run / FILE):
-        for name in _FIGURES:
-            if name in row and after < row["step"] <= last:
-                found[f"{name} of step {row['step']}"] = row[name]
     root = run / "checkpoint"
     for step in steps_in(root):
         if max(after, 1) <= step <= last:
             contents = Contents(step_folder(root, step))
             found[f"batch of step {step + 1}"] = contents.manifest.train[RESUME]["next_batch"]
+    for row in read_lines(run / FILE):
+        for name in _FIGURES:
+            if name in row and after < row["step"] <= last:
+                found[f"{name} of step {row['step']}"] = row[name]
     for name in contents.manifest.tensors:
         found[name] = contents.read(name)
     return found
