@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlite import exit_codes, torchrun
+from titanlite import torchrun
 from titanlite.contrib.processes import kill, last_lines, run, start
 from titanlite.runs.jsonl import FILE
 from titanlite.runs.lines import read_lines
@@ -25,7 +25,11 @@ class RunFailed(RuntimeError):
     def __init__(self, code: int, console: Path) -> None:
         lines = "\n".join(last_lines(console, 3))
         super().__init__(f"{console} ends with exit code {code}: {lines}")
-        self.is_refused = code == exit_codes.CONFIG
+        self.code = code
+
+    @property
+    def exit_code(self) -> int:
+        return self.code
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from titanlite import exit_codes
+from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.loaded import WEIGHT
 from titanlite.checkpoint.manifest import digest_of, find, read_manifest
 from titanlite.cli.hub.compare_checkpoints import our_logits
@@ -26,7 +28,7 @@ from titanlite.contrib.evidence.facts import (
     hashes,
 )
 from titanlite.contrib.evidence.faults import Fault, flips, inject, other_generator, stale
-from titanlite.contrib.evidence.tiny import HALF, RANKS, STEPS
+from titanlite.contrib.evidence.tiny import HALF, STEPS
 from titanlite.run.config import RunConfig
 
 HOLDS, FAILS, NOT_RUN, IDLE = "holds", "fails", "not run", "does not apply"
@@ -38,6 +40,7 @@ FACTOR = 4.0
 #: Figures are in float32.
 _LAST_BIT = 2.0**-23
 _SEED = "--checkpoint.create_seed_checkpoint=true"
+_TWO = "--training.data_parallel_shard_degree=2"
 _BASE = ("--lora.rank=0", "--checkpoint.initial_load_path=none")
 _ALONE = (
     "--training.data_parallel_type=fsdp",
@@ -80,8 +83,8 @@ def made(name: str, claim: str, do: Callable[[Check], bool], is_control: bool = 
     try:
         states = (MISSED, FOUND) if is_control else (FAILS, HOLDS)
         check.state = states[do(check)]
-    except RunFailed as error:
-        check.state = NOT_RUN if error.is_refused else FAILS
+    except (RunFailed, CheckpointError) as error:
+        check.state = NOT_RUN if error.exit_code == exit_codes.CONFIG else FAILS
         check.note = str(error)
     except Skipped as error:
         check.state, check.note = error.args
@@ -122,7 +125,7 @@ class Proof:
         rounding = "The tolerance of layouts is less than a skipped batch."
         yield made("rounding", rounding, self._rounding, is_control=True)
         yield made("layout", "One rank computes the same without parallelism.", self._layout)
-        yield made("ranks", "Other ranks go on with the same data.", self._ranks)
+        yield made("ranks", "Another number of ranks goes on with the same data.", self._ranks)
         yield made("evaluation", "`titanlite eval` finds the run's own loss.", self._evaluation)
         yield made("export", "Exported weights have the same logits.", self._export)
 
@@ -151,16 +154,18 @@ class Proof:
         return facts_of(self._reference, after, last)
 
     def _continued(
-        self, name: str, fault: Fault | None = None, flags: list[str] | None = None, ranks: int = 0
+        self, name: str, fault: Fault | None = None, flags: Sequence[str] = (), ranks: int = 0
     ) -> Path:
         folder = self._bench.copied("reference", HALF, name)
         if fault and not inject(folder, fault):
             raise Skipped(IDLE, "the checkpoint holds no such tensor")
-        return self._bench.train(name, *(flags or ()), ranks=ranks)
+        return self._bench.train(name, *flags, ranks=ranks)
 
-    def fingerprints(self) -> dict[str, str]:
-        """Return what model, tokenizer and data of the runs are known by."""
-        return read_manifest(self._bench.saved("reference", STEPS)).fingerprints
+    def about(self) -> dict[str, str]:
+        """Return ranks, and hashes of the config, the data, the tokenizer and the model."""
+        manifest = read_manifest(self._bench.saved("reference", STEPS))
+        config = digest_of(self._bench.config.read_bytes())
+        return {"ranks": str(self._bench.ranks), "config": config, **manifest.fingerprints}
 
     # To rounding
 
@@ -184,7 +189,7 @@ class Proof:
         limits = self._limits()
         fault = self._distance("batch")
         check.left, check.right = str(limits), str(fault)
-        return limits.loss < fault.loss and limits.tensors < fault.tensors
+        return limits.is_within(fault)
 
     def _limits(self) -> Distance:
         found = self._distance("rounding")
@@ -200,8 +205,8 @@ class Proof:
         found = distance(one, other)
         check.left, check.right = str(found), f"at most {limits}"
         batches = [name for name in one if "batch" in name and one[name] != other[name]]
-        check.note += f"{len(batches)} batches differ"
-        return found.loss <= limits.loss and found.tensors <= limits.tensors and not batches
+        check.note = f"{len(batches)} batches differ"
+        return found.is_within(limits) and not batches
 
     def _layout(self, check: Check) -> bool:
         if self._bench.ranks == 1:
@@ -209,16 +214,10 @@ class Proof:
         return self._close(check, self._sides["rounding"][0], self._facts(0))
 
     def _ranks(self, check: Check) -> bool:
-        mesh = self._run.mesh
-        times = 2.0 if 2 * mesh.world_size <= RANKS or mesh.dp_degree % 2 else 0.5
-        is_ddp = self._run.training.data_parallel_type == "ddp"
-        kind, degree = "shard", mesh.dp_shard
-        if is_ddp or degree * times < 1:
-            kind, degree = "replicate", mesh.dp_replicate
-        flag = f"--training.data_parallel_{kind}_degree={round(degree * times)}"
-        ranks = round(mesh.world_size * times)
-        check.note = f"{mesh.world_size} ranks and {ranks}, "
-        run = self._continued("ranks", flags=[flag], ranks=ranks)
+        if self._bench.ranks == 1:
+            run = self._continued("ranks", flags=[_TWO], ranks=2)
+        else:
+            run = self._continued("ranks", flags=_ALONE, ranks=1)
         return self._close(check, self._facts(HALF), facts_of(run, HALF, STEPS))
 
     # The weights elsewhere
@@ -233,23 +232,22 @@ class Proof:
 
     def _export(self, check: Check) -> bool:
         from titanlite.checkpoint.hf_files import hf_form
-        from titanlite.cli.hub.export_weights import open_source
+        from titanlite.cli.hub.export_weights import convert, open_source
 
         try:
             hf_form(self._run.spec, self._run.model_args(BUNDLED_IDS))
         except ValueError as error:
             raise Skipped(IDLE, str(error)) from None
         saved = self._bench.saved("reference", STEPS)
-        target = self._bench.folder / "export" / "hf"
-        output = self._bench.finish("export", ["export", str(saved), str(target)], ranks=1)
-        check.note = next(line for line in output.splitlines() if "logits" in line)
+        lines: list[str] = []
+        target = convert(saved, self._bench.folder / "export", "hf", report=lines.append)
         shown = []
-        for path in (saved, target, self._bench.saved("reference", HALF)):
-            source = open_source(path)
+        for source in map(open_source, (saved, target)):
             logits = our_logits(source.family, source.args, source.read, torch.arange(64)[None])
-            shown.append(_short(as_bytes(logits).hex()))
-        check.left, check.right, older = shown
-        return check.left == check.right != older
+            shown.append(_short(as_bytes(logits)))
+        check.left, check.right = shown
+        check.note = lines[0]
+        return check.left == check.right
 
 
 def _short(value: object) -> str:

@@ -61,6 +61,9 @@ class Distance(NamedTuple):
     #: Largest relative distance of a weight or moment, as vectors.
     tensors: float
 
+    def is_within(self, other: Distance) -> bool:
+        return self.loss <= other.loss and self.tensors <= other.tensors
+
     def __str__(self) -> str:
         return f"loss {self.loss:.1e}, tensors {self.tensors:.1e}"
 

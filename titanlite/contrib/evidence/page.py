@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.cli.run_figures import to_json
-from titanlite.contrib.evidence.checks import FAILS, MISSED, NOT_RUN, Check
+from titanlite.contrib.evidence.checks import FAILS, FOUND, IDLE, NOT_RUN
 from titanlite.utils import atomic_write, public_tree
 
 NAME = "proof"
 PROVED = "proved"
 
 
-def verdict(checks: Sequence[Check], left_out: Mapping[str, str] | None = None) -> str:
+def verdict(checks: Sequence[Mapping[str, Any]], left_out: Sequence[str] = ()) -> str:
     """Return void, failed, incomplete or proved."""
-    states = {check.state for check in checks}
-    lost = any(check.is_control and check.state in (FAILS, NOT_RUN) for check in checks)
-    if MISSED in states or lost:
+    states = {check["state"] for check in checks}
+    lost = [one for one in checks if one["is_control"] and one["state"] not in (FOUND, IDLE)]
+    if lost:
         return "void"
     if FAILS in states:
         return "failed"
@@ -29,6 +29,7 @@ def write(folder: Path, content: Mapping[str, Any]) -> Path:
     """Write both files; return the page."""
     from jinja2 import Environment, StrictUndefined
 
+    folder.mkdir(parents=True, exist_ok=True)
     told = public_tree(content)
     template = Path(__file__).with_name("page.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)

@@ -9,13 +9,12 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titanlite import exit_codes
-from titanlite.checkpoint.manifest import digest_of
 from titanlite.cli import at_least
 from titanlite.cli.argument_parser import FLAGS, Commands, add_files, files_of, new_command
 from titanlite.config.errors import bad_flag, refuse
@@ -23,12 +22,11 @@ from titanlite.config.load import read
 from titanlite.contrib.processes import stoppable, tell, training_environment
 from titanlite.dist.count_gpus import count_gpus
 from titanlite.runs import provenance
-from titanlite.runs.lock import RunLock
-from titanlite.runs.text_tables import Table, render
 from titanlite.utils import atomic_write, human_time, timestamp
 
 if TYPE_CHECKING:
     from titanlite.contrib.evidence.checks import Check
+    from titanlite.contrib.evidence.tiny import TinyCopy
 
 _ABOUT = (
     "Train a tiny copy of a config several times: the same features and degrees of parallelism, "
@@ -57,94 +55,66 @@ def add_command(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
-    if arguments.finished is not None:
-        return _records(arguments.finished, arguments.folder or arguments.finished)
+    finished = arguments.finished
+    if finished is not None:
+        from titanlite.contrib.evidence.records import Records
+
+        checks = Records(finished).checks()
+        return report(arguments.folder or finished, finished.absolute().name, checks)
     words = [*files_of(arguments), *arguments.flags]
     if not words:
         raise bad_flag("CONFIG", "no file is given", "`titanlite prove debug_model.toml`")
     config, problems = read(words)
     refuse(problems)
+    from titanlite.contrib.evidence.bench import Bench
+    from titanlite.contrib.evidence.checks import Proof
     from titanlite.contrib.evidence.tiny import RANKS, tiny_copy
 
     own = Path(config.value("job.dump_folder"))
     folder = (arguments.folder or own.with_name(f"{own.name}-proof")).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     gpus = count_gpus()
-    began = time.perf_counter()
-    with stoppable(), RunLock(folder, "folder"):
+    with stoppable():
         runs = Path(tempfile.mkdtemp(dir=folder, prefix="runs-"))
         tiny = tiny_copy(config, arguments.nproc or max(gpus, RANKS), str(runs), gpus)
-        from titanlite.contrib.evidence.bench import Bench
-        from titanlite.contrib.evidence.checks import Proof
-
-        copy = tiny.config.to_toml(defaults=False)
-        atomic_write(runs / "config.toml", copy)
+        atomic_write(runs / "config.toml", tiny.config.to_toml(defaults=False))
         ranks = tiny.run.mesh.world_size
-        device = "cuda" if ranks <= gpus else "cpu"
-        tell(f"{ranks} ranks on {device}; output of the runs: {runs}/*/console.log")
-        environment = training_environment(device)
-        bench = Bench(runs, runs / "config.toml", ranks, environment)
-        proof = Proof(bench, tiny.run)
-        checks = told(proof.checks())
-        about = {
-            "subject": own.name,
-            "ranks": f"{ranks} on {device}",
-            "config": digest_of(config.to_toml().encode()),
-            "copy": digest_of(copy.encode()),
-            **proof.fingerprints(),
-            "seconds": time.perf_counter() - began,
-        }
-        text, code = report(folder, checks, about, tiny.left_out, tiny.changes)
+        environment = training_environment("cuda" if ranks <= gpus else "cpu")
+        if ranks > gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        proof = Proof(Bench(runs, runs / "config.toml", ranks, environment), tiny.run)
+        text, code = report(folder, own.name, proof.checks(), proof.about, tiny)
         if code == exit_codes.DONE and not arguments.keep:
             shutil.rmtree(runs)
     return text, code
 
 
-def _records(run: Path, folder: Path) -> tuple[str, int]:
-    from titanlite.contrib.evidence.records import Records
-
-    folder.mkdir(parents=True, exist_ok=True)
-    began = time.perf_counter()
-    checks = told(Records(run).checks())
-    about = {"subject": run.absolute().name, "seconds": time.perf_counter() - began}
-    return report(folder, checks, about, {}, {})
-
-
-def told(checks: Iterable[Check]) -> list[Check]:
-    """Return checks, and tell of each when it is done."""
-    found = []
-    for check in checks:
-        tell(f"{check.name}: {check.state} ({human_time(check.seconds)})")
-        found.append(check)
-    return found
-
-
 def report(
     folder: Path,
-    checks: list[Check],
-    about: Mapping[str, Any],
-    left_out: Mapping[str, str],
-    changes: Mapping[str, str],
+    subject: str,
+    checks: Iterable[Check],
+    about: Callable[[], Mapping[str, str]] = dict,
+    tiny: TinyCopy | None = None,
 ) -> tuple[str, int]:
-    """Write the page; return a table of the checks, and the exit code."""
+    """Make the checks, tell of each, and write the page; return the verdict and the exit code."""
     from titanlite.contrib.evidence.page import PROVED, verdict, write
 
-    found = verdict(checks, left_out)
-    page = write(
-        folder,
-        {
-            "verdict": found,
-            "time": timestamp(),
-            "host": socket.gethostname(),
-            "about": about,
-            "checks": [asdict(check) for check in checks],
-            "left_out": left_out,
-            "changes": changes,
-            **provenance.origin(),
-        },
-    )
-    rows = [(check.name, check.state, check.left, check.right, check.note) for check in checks]
-    rows += [(key, "not run", "", "", reason) for key, reason in left_out.items()]
-    table = render(Table(("check", "state", "", "", ""), rows, left=(0, 1, 2, 3, 4)))
-    lines = [table, "", f"{found}; written: {page}"]
-    return "\n".join(lines), exit_codes.DONE if found == PROVED else exit_codes.ERROR
+    began = time.perf_counter()
+    found = []
+    for check in checks:
+        tell(f"{check.name}: {check.state} ({human_time(check.seconds)}) {check.note}".rstrip())
+        found.append(asdict(check))
+    left_out = sorted(tiny.left_out) if tiny else []
+    content = {
+        "verdict": verdict(found, left_out),
+        "subject": subject,
+        "time": timestamp(),
+        "host": socket.gethostname(),
+        "about": {**about(), "seconds": f"{time.perf_counter() - began:.0f}"},
+        "checks": found,
+        "left_out": left_out,
+        "changes": tiny.changes if tiny else {},
+        **provenance.origin(),
+    }
+    code = exit_codes.DONE if content["verdict"] == PROVED else exit_codes.ERROR
+    return f"{content['verdict']}; written: {write(folder, content)}", code

@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from titanlite.config.data_sections import DataSource
+from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.dataset_registry import BUNDLED_IDS, BUNDLED_TOKENIZER_NAME, hub_text
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.sections import AUTO_FILTER, Config
@@ -91,18 +91,16 @@ pipeline_parallel_split_points = []
 [float8]
 min_features = 0
 """)
+#: Keys of `[data]` that name a text, its files or fields.
+_OF_TEXTS = {*Data.__struct_fields__} - {"seed", "shuffle", "packing", "mask_documents"}
 _LENGTHS = (
     "training.tokens",
     "training.epochs",
     "lr_scheduler.warmup_ratio",
     "lr_scheduler.total_steps",
 )
-#: Key that a machine cannot have → key and value in its place; others are switched off.
-_INSTEAD: dict[str, tuple[str, Any]] = {
-    "float8.enable_float8_linear": ("float8.emulate", True),
-    "float8.recipe_name": ("float8.emulate", True),
-    "compile.backend": ("training.compile", False),
-}
+#: In place of what only GPUs can do.
+_ON_CPU = {"float8.emulate": True, "experimental.enable_async_tensor_parallel": False}
 
 
 @dataclass(frozen=True)
@@ -113,8 +111,8 @@ class TinyCopy:
     run: RunConfig
     #: "old -> new" by key.
     changes: dict[str, str]
-    #: Key of a feature that does not run here → reason.
-    left_out: dict[str, str]
+    #: Keys of features that do not run here.
+    left_out: set[str]
 
 
 def tiny_copy(config: LoadedConfig, most: int, folder: str, gpus: int = 0) -> TinyCopy:
@@ -137,37 +135,23 @@ def tiny_copy(config: LoadedConfig, most: int, folder: str, gpus: int = 0) -> Ti
     ranks = smallest_world(small)
     if -1 in degrees_of(small.sections).values() and 2 * ranks <= most:
         ranks *= 2
-    if ranks > gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    else:
-        small = small.changed({"debug.deterministic": True})
-    small, left_out = _for_machine(small.changed(_batch(derive(small, ranks))), ranks)
-    small, run = resolve(small, ranks)
-    on = {feature.key for feature in run.features.on}
-    for feature in whole.features.on:
-        if feature.key not in on:
-            left_out.setdefault(feature.key, "the tiny copy does without it")
+    small = small.changed(_ON_CPU if ranks > gpus else {"debug.deterministic": True})
+    small, run = resolve(small.changed(_batch(derive(small, ranks))), ranks)
+    left_out = {feature.key for feature in whole.features.on}
+    left_out -= {feature.key for feature in run.features.on}
     return TinyCopy(small, run, config_changes(config.to_toml(), small.to_toml()), left_out)
 
 
 def _texts(d: Config) -> dict[str, Any]:
     """Return the bundled texts where one of the config is not on this machine."""
-    texts = training_texts(d.training, d.data), held_out_texts(d.validation)
-    if all(_is_here(source) for found in texts for source in found.values()):
+    texts = {**training_texts(d.training, d.data), **held_out_texts(d.validation)}
+    if all(map(_is_here, texts.values())):
         return {}
     kind = "sft" if d.data.messages_key or d.data.prompt_key else "c4"
-    names = ("subset", "split", "format", "text_key", "prompt_key", "completion_key")
-    keys = [f"data.{name}" for name in (*names, "messages_key", "chat_template")]
-    keys += ["training.dataset_path", "validation.dataset_path"]
-    keys += ["validation.split", "validation.format"]
-    return {
-        **dict.fromkeys(keys),
-        "data.source": [],
-        "validation.sources": [],
-        "data.streaming": "auto",
-        "training.dataset": f"{kind}_test",
-        "validation.dataset": f"{kind}_validation",
-    }
+    plain = {f"data.{name}": getattr(Data(), name) for name in _OF_TEXTS}
+    paths = dict.fromkeys(("training.dataset_path", "validation.dataset_path", "validation.split"))
+    names = {"training.dataset": f"{kind}_test", "validation.dataset": f"{kind}_validation"}
+    return {**plain, **paths, **names, "validation.sources": [], "validation.format": None}
 
 
 def _is_here(source: DataSource) -> bool:
@@ -209,17 +193,3 @@ def _batch(run: RunConfig) -> dict[str, int]:
     passes = 1 if run.optimizer.early_step_in_backward else 2
     sizes = dict.fromkeys(("training.batch_size", "validation.batch_size"), micro)
     return {**sizes, "training.global_batch_size": micro * run.mesh.dp_degree * passes}
-
-
-def _for_machine(config: LoadedConfig, ranks: int) -> tuple[LoadedConfig, dict[str, str]]:
-    """Return the config without what this machine cannot run, and the reasons by key."""
-    from titanlite.assembly.preflight import feature_problems, machine_problems
-
-    run = derive(config, ranks)
-    left_out = {}
-    for problem in [*machine_problems(run), *feature_problems(run, run.model_args(BUNDLED_IDS))]:
-        key, value = _INSTEAD.get(problem.key, (problem.key, False))
-        config = config.changed({key: value})
-        if value is False:
-            left_out[key] = problem.message
-    return config, left_out
