@@ -97,3 +97,14 @@ def poisoned_run(
 
 def names_in(rows: Rows, index: int) -> list[Any]:
     return [name for name, _ in rows.documents_in(index)]
+
+
+#: Ways to divide a run: its ranks and flags.
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one rank": (1, ()),
+    "TP 2": (2, ("--training.tensor_parallel_degree=2",)),
+    "FSDP 2": (2, ()),
+    "replicas 2": (2, ("--training.data_parallel_replicate_degree=2",)),
+    "PP 2": (2, ("--experimental.pipeline_parallel_degree=2",)),
+    "FSDP 2, TP 2": (4, ("--training.tensor_parallel_degree=2",)),
+}

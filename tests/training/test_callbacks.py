@@ -292,22 +292,36 @@ class Settings(Callback):
         self.seen = strict, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
 
 
-def _deterministic(world: DistEnv, folder: str) -> tuple[bool, str | None]:
-    """Settings of the process while it trains with debug.deterministic."""
-    settings = Settings()
+def _deterministic(
+    world: DistEnv, folder: str
+) -> list[tuple[tuple[bool, str | None], dict[str, bytes]]]:
+    """Train twice with debug.deterministic; settings of the process, bits of this rank's
+    weights.
+    """
+    found = []
     try:
-        trainer = make_trainer(world, folder, "--training.steps=1", "--debug.deterministic")
-        trainer.callbacks = Callbacks([*trainer.parts.callbacks, settings])
-        trainer.train()
+        for turn in ("first", "again"):
+            settings = Settings()
+            flags = ("--training.steps=2", "--debug.deterministic")
+            trainer = make_trainer(world, f"{folder}/{turn}", *flags)
+            trainer.callbacks = Callbacks([*trainer.parts.callbacks, settings])
+            trainer.train()
+            weights = trainer.parts.model.state_dict().items()
+            bits = {name: weight.to_local().numpy().tobytes() for name, weight in weights}
+            found.append((settings.seen, bits))
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    return settings.seen
+    return found
 
 
-def test_deterministic_kernels_are_on_in_training(pool: Pools, tmp_path: Path) -> None:
-    assert pool(1).run(_deterministic, str(tmp_path)) == [(True, ":4096:8")]
+def test_a_deterministic_run_repeats_to_the_bit(pool: Pools, tmp_path: Path) -> None:
+    for first, again in pool(2).run(_deterministic, str(tmp_path)):
+        assert first == again
+        settings, weights = first
+        assert settings == (True, ":4096:8")
+        assert len(weights) > 20
 
 
 class ForeignError(RuntimeError):
