@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.support.checkpoints import PRINTS, flip, names, options
+from tests.support.llamas import built
 from tests.support.pool import Pools
 from tests.support.s3 import Storage
 from titanlite.checkpoint.manager import Checkpointer
@@ -23,7 +23,7 @@ from titanlite.cli.hub.compare_checkpoints import Contents
 from titanlite.cli.hub.export_weights import convert, open_source
 from titanlite.cli.main import main
 from titanlite.dist.dist_env import DistEnv
-from titanlite.models import LlamaArgs, RopeScaling, get_spec
+from titanlite.models import LlamaArgs, RopeScaling
 from titanlite.models.args import as_record
 
 ARGS = LlamaArgs(
@@ -37,21 +37,10 @@ SHAPES = {
 }
 
 
-def _model(args: LlamaArgs) -> nn.Module:
-    torch.manual_seed(0)
-    model = get_spec("llama3").build(args)
-    for parameter in model.parameters():
-        nn.init.normal_(
-            parameter, mean=float(parameter.ndim == 1), std=0.3 if parameter.ndim == 2 else 0.1
-        )
-    model.init_buffers()
-    return model.eval()
-
-
 def _save(
     world: DistEnv, folder: AnyPath, args: LlamaArgs, weights_only: str | None = None
 ) -> None:
-    model = _model(args)
+    model = built(args)
     optimizer = torch.optim.AdamW(model.parameters())
     about = {"model": as_record("llama3", args)}
     checkpointer = Checkpointer(options(folder), world, PRINTS, about)
@@ -92,7 +81,7 @@ def test_transformers_computes_the_same_logits_and_the_way_back_is_exact(
     theirs = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
     assert theirs.dtype == torch.float32
     with torch.no_grad():
-        ours = _model(SHAPES[shape])(TOKENS)
+        ours = built(SHAPES[shape])(TOKENS)
         other = theirs(TOKENS).logits
     assert torch.linalg.norm(ours - other) / torch.linalg.norm(other) < 2e-6
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"], "nothing is left aside"

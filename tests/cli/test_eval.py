@@ -18,6 +18,7 @@ from tests.support.commands import evaluate_run
 from tests.support.hf import hf_folder
 from tests.support.pool import Pools
 from tests.support.processes import ROOT, python, titanlite
+from tests.support.task_files import TASKS, without_shipped_tasks, write_tasks
 from tests.support.texts import write_texts
 from tests.support.whole_runs import train_run
 from titanlite import doors, exit_codes
@@ -183,24 +184,6 @@ needs_harness = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None,
     reason="lm_eval is not installed: `titanlite eval` is NOT tested",
 )
-_COMMON = "dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {file}\ntest_split: test\n"
-TASKS = {
-    "tiny_choice": "output_type: multiple_choice\ndoc_to_text: '{{text}}'\ndoc_to_choice: ['a "
-    "cat', ' dogs, and on']\n"
-    "doc_to_target: 0\nmetric_list: [{metric: acc}, {metric: acc_norm}]\n",
-    "tiny_rolling": "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: "
-    "'{{text}}'\n"
-    "metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}]\n",
-}
-
-
-def _tasks(folder: Path) -> Path:
-    file = folder / "texts.jsonl"
-    texts = ["The first of all", "", "Some words that go on " * 12, "Naïve – 日本", "a b c"]
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    for name, lines in TASKS.items():
-        (folder / f"{name}.yaml").write_text(f"task: {name}\n{_COMMON.format(file=file)}{lines}")
-    return folder
 
 
 @needs_harness
@@ -214,9 +197,11 @@ def test_every_kind_of_request_equals_the_harness_own_backend(
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = hf_folder(tmp_path / "model")
-    tasks = _tasks(tmp_path)
+    texts = ["The first of all", "", "Some words that go on " * 12, "Naïve – 日本", "a b c"]
+    tasks = write_tasks(tmp_path, texts)
     words = ["--tasks", ",".join(TASKS), "--include-path", str(tasks), "--device=cpu", "--json"]
-    assert main(["eval", str(folder), *words, "--batch-size=2"]) == 0
+    with without_shipped_tasks():
+        assert main(["eval", str(folder), *words, "--batch-size=2"]) == 0
     ours = json.loads(capsys.readouterr().out)["results"]
     theirs = lm_eval.simple_evaluate(
         HFLM(
@@ -231,8 +216,9 @@ def test_every_kind_of_request_equals_the_harness_own_backend(
         assert numbers and {key: ours[name][key] for key in numbers} == pytest.approx(
             numbers, rel=1e-5
         ), name
-    assert main(["eval", str(folder), "--tasks=no_such_task"]) == exit_codes.CONFIG
-    assert "the harness has no task 'no_such_task'" in capsys.readouterr().err
+    assert main(["eval", str(folder), "--tasks=hellaswag,no_such_task"]) == exit_codes.CONFIG
+    said = capsys.readouterr().err
+    assert "the harness has no task 'no_such_task'" in said and "hellaswag" not in said
 
 
 def test_a_missing_harness_is_named_with_its_command(

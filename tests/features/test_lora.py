@@ -25,6 +25,7 @@ from tests.support.adapters import (
 )
 from tests.support.commands import evaluate_run
 from tests.support.compare import relative
+from tests.support.harness import equal_states
 from tests.support.hf import TOML
 from tests.support.hf_compare import sizes_of
 from tests.support.pool import Pools
@@ -212,8 +213,9 @@ def test_adapters_of_peft_are_sources_too(tmp_path: Path, base: Path, adapters: 
 
 
 def equal_files(one: Path, other: Path) -> bool:
-    a, b = (load_file(folder / "adapter_model.safetensors") for folder in (one, other))
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    return equal_states(
+        *(load_file(folder / "adapter_model.safetensors") for folder in (one, other))
+    )
 
 
 def test_the_base_must_be_the_right_one(tmp_path: Path, base: Path, trained: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.llamas import built
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.models.generate import Sampling, generate_ids, probabilities, text_after
@@ -17,16 +18,6 @@ ARGS = LlamaArgs(
 )
 PROMPTS = [[1, 5, 7, 9, 11, 13], [3], [20, 21, 22]]
 GREEDY = Sampling(temperature=0)
-
-
-def _model() -> nn.Module:
-    torch.manual_seed(0)
-    model = get_spec("llama3").build(ARGS)
-    for parameter in model.parameters():
-        nn.init.normal_(
-            parameter, mean=float(parameter.ndim == 1), std=0.3 if parameter.ndim == 2 else 0.1
-        )
-    return model
 
 
 def _rows(
@@ -44,7 +35,7 @@ def _rows(
 def test_greedy_tokens_equal_those_of_transformers() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    model = _model()
+    model = built(ARGS)
     spec = get_spec("llama3")
     found = _rows(model, max_tokens=32)
     assert len(set(found[0])) > 10
@@ -61,12 +52,12 @@ def test_greedy_tokens_equal_those_of_transformers() -> None:
 
 
 def test_rows_end_at_stop_ids_and_at_the_limit() -> None:
-    model = _model()
+    model = built(ARGS)
     whole = _rows(model)
-    stop = whole[0][5]
+    stop = whole[0][2]
     ended = _rows(model, stop_ids={stop})
     assert ended == [row[: row.index(stop) + 1] if stop in row else row for row in whole]
-    assert ended[0] == whole[0][:6]
+    assert ended[0] == whole[0][:3]
     assert [len(row) for row in _rows(model, limit=20)] == [14, 19, 17]
     assert max(max(row) for row in _rows(model, vocab=40)) < 40
 

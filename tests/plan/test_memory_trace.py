@@ -101,9 +101,7 @@ def test_ranks_without_others_of_their_data_reduce_in_one_buffer(ranks: int) -> 
         "model.overrides.n_layers": 1,
     }
     run = config(ranks, "llama3_1_8b.toml", **flags)
-    formula = estimate(run, 0).peak
-    traced = trace(run).peak
-    assert formula.total == pytest.approx(traced.total, rel=0.001)
+    formula, traced = _both(run, near=0.001)
     assert formula.module == traced.module
 
 
@@ -161,10 +159,15 @@ def test_the_memory_of_narrow_experts_over_ranks_is_that_of_a_trace(
         "activation_checkpoint.mode": mode,
     }
     run = check_config([f"--{key}={value}" for key, value in flags.items()], 8, training=False)[1]
-    formula = estimate(run, 0).peak
-    traced = trace(run).peak
-    assert formula.total == pytest.approx(traced.total, rel=0.003)
+    formula, traced = _both(run)
     assert formula.phase == traced.phase
+
+
+def _both(run: RunConfig, near: float = 0.003) -> tuple[RankMemory, RankMemory]:
+    """The peaks of formula and trace, whose totals agree."""
+    formula, traced = estimate(run, 0).peak, trace(run).peak
+    assert formula.total == pytest.approx(traced.total, rel=near)
+    return formula, traced
 
 
 @pytest.mark.slow
@@ -208,16 +211,12 @@ def test_formula_and_trace_agree_on_every_kind_of_loss(flags: dict[str, Any]) ->
     run = config(
         8, **{"activation_checkpoint.mode": "full", "model.overrides.n_layers": 1, **flags}
     )
-    formula = estimate(run, 0).peak
-    traced = trace(run).peak
-    assert formula.total == pytest.approx(traced.total, rel=0.003)
+    _both(run)
 
 
 def test_one_rank_gathers_no_weights_that_need_no_cast() -> None:
     run = config(1, **{"model.overrides.n_layers": 1, "training.dtype": "bfloat16"})
-    formula = estimate(run, 0).peak
-    traced = trace(run).peak
-    assert formula.total == pytest.approx(traced.total, rel=0.003)
+    formula, traced = _both(run)
     assert formula.parts.get("gathered weights", 0) == traced.parts["gathered weights"] == 0
 
 
