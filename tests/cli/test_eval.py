@@ -67,9 +67,7 @@ def _equal(result: ValidationResult, row: dict[str, Any]) -> bool:
     return len(found) == 4 and all(row[key] == value for key, value in found.items())
 
 
-def test_it_equals_the_figures_of_the_run_to_the_last_bit(
-    pool: Pools, trained: tuple[Path, dict[str, Any]]
-) -> None:
+def test_it_equals_the_figures_of_the_run_to_the_last_bit(pool, trained):
     folder, row = trained
     before = _contents(folder)
     assert all(_equal(result, row) for result in pool(2).run(evaluate_run, folder))
@@ -77,17 +75,13 @@ def test_it_equals_the_figures_of_the_run_to_the_last_bit(
 
 
 @pytest.mark.slow
-def test_tensor_parallel_ranks_measure_what_their_run_has_logged(
-    pool: Pools, tmp_path: Path
-) -> None:
+def test_tensor_parallel_ranks_measure_what_their_run_has_logged(pool, tmp_path):
     row = _train(pool, tmp_path, "--training.tensor_parallel_degree=2")
     assert all(_equal(result, row) for result in pool(2).run(evaluate_run, tmp_path / "run"))
 
 
 @pytest.mark.slow
-def test_ranks_of_torchrun_measure_together_and_one_prints_a_json_object(
-    trained: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_ranks_of_torchrun_measure_together_and_one_prints_a_json_object(trained, tmp_path):
     folder, row = trained
     words = ["-m", "titanlite.torchrun", "--nproc_per_node=2", "--standalone", "-m", "titanlite"]
     done = python(*words, "eval", folder / "checkpoint" / "step-2", "--json", cwd=tmp_path)
@@ -98,7 +92,7 @@ def test_ranks_of_torchrun_measure_together_and_one_prints_a_json_object(
     assert set(found["sources"]) == {"c4_test", "c4_validation"}
 
 
-def test_the_command_prints_a_table(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_the_command_prints_a_table(trained, tmp_path):
     done = titanlite("eval", trained[0], "--validation.batch_size=8", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     title, head, *rows = done.stdout.splitlines()
@@ -128,8 +122,8 @@ checkpoint.local_folder = '/nvme'
 
 
 def test_a_kept_config_of_another_version_is_evaluated_with_one_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(doors, "lack", lambda place: "is not here" if "contrib" in place else "")
     manifest: Any = SimpleNamespace(config={"toml": KEPT})
     run = config_of(tmp_path, manifest, None, [], 1)
@@ -157,14 +151,14 @@ def test_a_kept_config_of_another_version_is_evaluated_with_one_warning(
     ],
 )
 def test_what_decides_about_the_losses_and_the_users_flags_must_be_right(
-    tmp_path: Path, toml: str, flags: list[str], wrong: str
-) -> None:
+    tmp_path, toml, flags, wrong
+):
     manifest: Any = SimpleNamespace(config={"toml": toml})
     with pytest.raises(ConfigError, match=re.escape(wrong)):
         config_of(tmp_path, manifest, None, flags, 1)
 
 
-def test_weights_of_another_tokenizer_are_refused(trained: tuple[Path, dict[str, Any]]) -> None:
+def test_weights_of_another_tokenizer_are_refused(trained):
     step = checkpoint_of(trained[0])
     manifest = read_manifest(step)
     flags = [
@@ -188,9 +182,7 @@ needs_harness = pytest.mark.skipif(
 
 @needs_harness
 @pytest.mark.slow
-def test_every_kind_of_request_equals_the_harness_own_backend(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_kind_of_request_equals_the_harness_own_backend(tmp_path, capsys, monkeypatch):
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -221,9 +213,7 @@ def test_every_kind_of_request_equals_the_harness_own_backend(
     assert "the harness has no task 'no_such_task'" in said and "hellaswag" not in said
 
 
-def test_a_missing_harness_is_named_with_its_command(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_harness_is_named_with_its_command(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     (tmp_path / "model.safetensors").touch()
     assert main(["eval", str(tmp_path), "--tasks=x"]) == exit_codes.CONFIG

@@ -32,7 +32,7 @@ def _rows(
     ]
 
 
-def test_greedy_tokens_equal_those_of_transformers() -> None:
+def test_greedy_tokens_equal_those_of_transformers():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = built(ARGS)
@@ -51,7 +51,7 @@ def test_greedy_tokens_equal_those_of_transformers() -> None:
         assert ids[0, len(prompt) :].tolist() == row
 
 
-def test_rows_end_at_stop_ids_and_at_the_limit() -> None:
+def test_rows_end_at_stop_ids_and_at_the_limit():
     model = built(ARGS)
     whole = _rows(model)
     stop = whole[0][2]
@@ -69,9 +69,7 @@ LOGITS = torch.tensor([[1.0, 3.0, 2.0, 3.5, -1.0, 2.5]])
     ("temperature", "top_k", "top_p"),
     [(1.0, 0, 1.0), (0.4, 3, 1.0), (1.0, 0, 0.7), (0.4, 4, 0.9), (1.0, 0, 0.01)],
 )
-def test_distributions_equal_those_of_transformers(
-    temperature: float, top_k: int, top_p: float
-) -> None:
+def test_distributions_equal_those_of_transformers(temperature, top_k, top_p):
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     scores = TemperatureLogitsWarper(temperature)(None, LOGITS)
@@ -82,15 +80,15 @@ def test_distributions_equal_those_of_transformers(
     assert (found > 0).equal(scores > -torch.inf)
 
 
-def test_tokens_are_drawn_with_these_probabilities_and_seeds_reproduce() -> None:
+def test_tokens_are_drawn_with_these_probabilities_and_seeds_reproduce():
     class Fixed(nn.Module):
         """The same logits for every token."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.logits = nn.Parameter(LOGITS[0])
 
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        def forward(self, tokens):
             return self.logits.expand(*tokens.shape, -1)
 
     sampling = Sampling(0.8, 4, 0.95, seed=3)
@@ -110,7 +108,7 @@ def test_tokens_are_drawn_with_these_probabilities_and_seeds_reproduce() -> None
 
 
 @pytest.mark.parametrize("path", [BUNDLED_TOKENIZER, BUNDLED_SENTENCEPIECE])
-def test_the_text_of_ids_keeps_its_first_space(path: object) -> None:
+def test_the_text_of_ids_keeps_its_first_space(path):
     tokenizer = load_tokenizer(str(path))
     before = "A text,"
     text = " naïve 日本語 🦙🦙 and  so\n\n on – to its end"
