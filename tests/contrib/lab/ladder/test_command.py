@@ -67,7 +67,7 @@ def test_all_runs_give_points_with_their_last_validation(
         "loss": result["loss"]
     }
     *before, end = result["loss"]["curve"]
-    assert [point["step"] for point in before[:: len(before) - 1]] == [20, 100]
+    assert [point["step"] for point in before[:: len(before) - 1]] == [4, 100]
     assert (end["step"], end["loss"]) == (200, found["loss"])
 
 
