@@ -134,7 +134,7 @@ def test_the_page_of_the_public_names_is_what_the_script_writes() -> None:
         encoding="utf-8",
         env={**os.environ, "PYTHONIOENCODING": "utf-8"},
     )
-    assert written.stdout == public_page(), "python scripts/api_page.py > docs/api.md"
+    assert written.stdout == public_page(), "run: python scripts/generate.py"
 
 
 def test_each_public_name_and_its_methods_are_documented() -> None:

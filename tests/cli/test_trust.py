@@ -66,6 +66,7 @@ MODEL = {
 KEYS = ["model.name", "training.loss", "validation.dataset"]
 #: Command → why it reads neither a run nor a checkpoint, or which test covers it.
 REASONS = {
+    "parity": "exports as `export` does, and reads folders as its comparison does",
     "push": "exports as `export` does, with the same flag",
     "train": "test_training_from_a_poisoned_checkpoint_runs_none_of_its_code",
     "launch": OWN,

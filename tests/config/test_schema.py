@@ -31,7 +31,7 @@ def find(name: str) -> dict[str, Any]:
 
 def test_the_committed_schema_and_the_page_of_all_keys_are_those_of_the_code():
     for path, text in ((PAGES.SCHEMA, PAGES.schema_text()), (PAGES.PAGE, PAGES.markdown() + "\n")):
-        assert path.read_text(encoding="utf-8") == text, "stale: python scripts/config_keys.py"
+        assert path.read_text(encoding="utf-8") == text, "run: python scripts/generate.py"
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.checkpoints import assert_equal
 from tests.support.harness import weights_of
 from tests.support.pool import Pools
+from tests.support.steps import written_rows
 from tests.support.tiny import EIGHT_STEPS, TWO_LAYERS
 from tests.support.watch import Calls, Operations
 from titanlite.assembly.build import build
@@ -24,7 +24,6 @@ from titanlite.features.experts.balance import ExpertBalance
 from titanlite.models.experts.layer import MoE
 from titanlite.models.qwen3_moe import Qwen3MoeArgs
 from titanlite.resolve.load import load_config
-from titanlite.runs.lines import read_metrics
 from titanlite.trainer import Trainer
 
 #: Less than scores differ at the start: a larger one would turn all choices round.
@@ -170,9 +169,7 @@ def _uneven(world: DistEnv, folder: str, *flags: str) -> list[dict[str, Any]]:
         if world.rank == 0:
             local(trainer.parts.model.get_parameter("layers.0.feed_forward.gate.bias"))[0] = 2.0
     trainer.train()
-    dist.barrier()
-    rows = read_metrics(Path(folder) / "metrics.jsonl")
-    return [row for row in rows if "loss" in row][-5:]
+    return [row for row in written_rows(world, folder) if "loss" in row][-5:]
 
 
 def test_each_way_evens_out_an_uneven_load_and_nothing_else_does(

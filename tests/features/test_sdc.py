@@ -112,9 +112,6 @@ def _train(world: DistEnv, folder: str, flip: Flip | None, *flags: str) -> dict[
     runner.forward_backward = passing
     found = outcome_of(trainer, folder)
     rows = [(row["step"], row["loss"], row["grad_norm"]) for row in found["rows"] if "loss" in row]
-    if trainer.parts.world.rank:
-        # Rank 0 may still write the last one.
-        rows = []
     weights = weights_of(trainer.parts.model)
     return {**found, "rows": rows, "weights": weights, "passes": done}
 

@@ -31,7 +31,7 @@ from tests.support.harness import (
     stepper,
     train,
 )
-from tests.support.reference import train_reference
+from tests.support.reference import model_of, train_reference
 from tests.support.steps import train_step
 from titanlite.cli.hub.compare_checkpoints import Contents, compare
 from titanlite.config.sections import Training
@@ -98,8 +98,7 @@ def test_fp32_training_is_that_of_transformers_on_a_cpu(
         for name, weight in spec.to_hf(initial_weights(world, run), run.args).items()
     }
     expected = train_reference(
-        spec.hf_config(run.args),
-        start,
+        model_of(spec.hf_config(run.args), start),
         TOKENS,
         LABELS,
         optimizer="AdamW",

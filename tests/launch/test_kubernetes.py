@@ -94,7 +94,7 @@ def _at_root(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_examples_are_what_the_command_writes() -> None:
     wanted = examples()
     stored = {file.name: file.read_text() for file in SNAPSHOTS.iterdir()}
-    assert stored == wanted, "renew: python -m tests.launch.test_kubernetes --write"
+    assert stored == wanted, "run: python scripts/generate.py"
 
 
 @pytest.mark.slow

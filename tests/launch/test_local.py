@@ -30,8 +30,7 @@ def _example(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_example(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python tests/launch/test_local.py --write` writes it anew."""
-    assert _example(monkeypatch) == EXAMPLE.read_text()
+    assert _example(monkeypatch) == EXAMPLE.read_text(), "run: python scripts/generate.py"
 
 
 def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> Path:

@@ -92,8 +92,8 @@ _STORED = [*EXAMPLES, "llama3_1_8b_spare"]
 
 @pytest.mark.parametrize("name", _STORED)
 def test_examples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python tests/launch/test_slurm.py --write` writes them anew."""
-    assert _example(name, monkeypatch) == (FOLDER / f"{name}.sbatch").read_text()
+    stored = (FOLDER / f"{name}.sbatch").read_text()
+    assert _example(name, monkeypatch) == stored, "run: python scripts/generate.py"
 
 
 def test_a_container_mounts_the_shared_folder_and_starts_python_of_its_own() -> None:

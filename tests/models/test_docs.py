@@ -1,7 +1,5 @@
 """docs/models.md, model-shapes.md, add-a-model.md and the README's table of features: examples run;
 tables equal the code.
-
-`python tests/models/test_docs.py --write` renews them.
 """
 
 from __future__ import annotations
@@ -204,7 +202,7 @@ def written(page: Path, mark: str) -> re.Match[str]:
 
 def test_generated_parts_equal_the_code() -> None:
     for (page, mark), make in PARTS.items():
-        assert written(page, mark)[2] == make(), "run: python tests/models/test_docs.py --write"
+        assert written(page, mark)[2] == make(), "run: python scripts/generate.py"
     assert all(name in SPECS[family].flavors for family, names in WEIGHTS.items() for name in names)
 
 

@@ -40,6 +40,9 @@ def test_a_dry_run_goes_through_both_quick_calls(nullgpu: Path, tmp_path: Path) 
     for name in ("bf16", "float8", "rival", "kahan"):
         (line,) = (line for line in text.splitlines() if line.startswith(f"| {name} |"))
         assert "| 6 of " in line
+    for config in ("llama3_8b_h200", "rival_8b", "llama3_8b_kahan"):
+        (page,) = tmp_path.glob(f"{config}_nvidia*.md")
+        assert "| steps | 6 |" in page.read_text()
 
 
 @pytest.mark.parametrize(

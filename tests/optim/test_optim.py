@@ -4,6 +4,7 @@ updates.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from titanlite.config.decays import DECAYS
+from titanlite.assembly.report_rows import schedule_text
+from titanlite.config.decays import DECAYS, KEYS_OF_END, Decay
+from titanlite.config.errors import ConfigError
 from titanlite.config.keys import keys
 from titanlite.config.load import read_text
 from titanlite.config.model_sections import Optimizer
 from titanlite.optim.gradients import clip_divisor, clip_gradients
 from titanlite.optim.optimizer import build_optimizer, divides_gradients, gated_step
 from titanlite.optim.schedule import LearningRate, Schedule, learning_rate, lr_factor
+from titanlite.resolve.load import load_config
 from titanlite.run.derive import derive
 
 
@@ -61,6 +65,39 @@ def test_decay_shapes_halfway(kind: str, halfway: float) -> None:
     if kind == "exponential":
         floored = replace(schedule, min_lr_factor=0.01)
         assert [lr_factor(floored, step) for step in (11, 21)] == pytest.approx([0.1, 0.01])
+
+
+@pytest.mark.parametrize("kind", DECAYS)
+def test_one_entry_makes_a_kind_known_to_the_checks_to_ladders_and_to_reports(kind: str) -> None:
+    decay = DECAYS[kind]
+    flags = [f"--lr_scheduler.decay_type={kind}"]
+    needed = dict.fromkeys(decay.needs, 0.5)
+    flags += [f"--lr_scheduler.{key}={value}" for key, value in needed.items()]
+    schedule = load_config("debug_model.toml", 1, flags).schedule
+    factors = [lr_factor(schedule, step) for step in range(1, (schedule.total_steps or 0) + 2)]
+    warm = int(schedule.warmup_steps)
+    shown = f"{decay.formula or kind} decay to 0" if decay.has_end else f"then {kind}"
+    assert shown in schedule_text(schedule, 0.0)
+    assert factors[warm] == 1.0 and all(a >= b for a, b in itertools.pairwise(factors[warm:]))
+    assert decay.reaches_floor == (factors[-1] == 0 and not needed)
+    for key in () if decay.has_end else KEYS_OF_END:
+        with pytest.raises(ConfigError, match=f"(?s){key}.*it has no end to shape"):
+            load_config("debug_model.toml", 1, [*flags, f"--lr_scheduler.{key}=1"])
+
+
+def test_a_kind_may_go_by_steps_and_has_its_rates_of_any_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By steps and by tokens, in the styles that count a step before and after it."""
+    halving = Decay("", lambda at: 0.5 ** ((at.done - at.warmup) / at.size), has_end=False)
+    monkeypatch.setitem(DECAYS, "halving", halving)
+    for length in (6, 60):
+        steps = schedule_of(total_steps=length, warmup_steps=2, decay_type="halving")
+        assert [lr_factor(steps, n) for n in (3, 4, 6)] == [1.0, 0.5, 0.125]
+        fsdp = replace(steps, style="fsdp")
+        assert [lr_factor(fsdp, n) for n in (2, 3, 6)] == [1.0, 0.5, 0.0625]
+        tokens = replace(steps, total_steps=10 * length, warmup_steps=20, in_tokens=True)
+        assert [lr_factor(tokens, 10 * n, 10) for n in (3, 4, 6)] == [1.0, 0.5, 0.125]
 
 
 def test_a_run_asks_for_its_steps_counted_from_where_the_schedule_began() -> None:

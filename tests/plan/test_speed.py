@@ -126,7 +126,7 @@ def test_the_parts_are_the_step_and_the_utilisation_is_that_of_the_logs() -> Non
     assert found.tokens_per_second == pytest.approx(2 * 8192 / found.step_seconds)
     assert found.mfu == pytest.approx(found.tokens_per_second * 57_914_818_560 / 989e12, rel=0.01)
     share = [found.low / found.tokens_per_second, found.high / found.tokens_per_second]
-    assert share == pytest.approx([0.85, 1.22])
+    assert share == pytest.approx([0.83, 1.22])
     assert {name for name, seconds in found.parts.items() if seconds} == {
         "matrix products",
         "attention",
@@ -179,7 +179,7 @@ def test_recomputation_stops_before_the_last_product_where_torch_does() -> None:
         f = block_forward(step)
         one = step.rates.collective(step.itemsize * step.tokens * step.width, step.mesh.tensor, 1)
         collectives = tensor_traffic(step) / one / 32 if step.mesh.tensor > 1 else 8
-        return (sum(f) - recomputation(step, f)) / f.products, collectives
+        return (sum(f) - sum(recomputation(step, f))) / f.products, collectives
 
     last = 14336 / (2 * 4096 + 2 * 1024 + 3 * 14336)
     assert left_out() == left_out("training.compile") == (pytest.approx(last), 8)
@@ -319,10 +319,10 @@ KEMPNER = (
 @pytest.mark.parametrize(
     "world, tensor, published, error",
     [
-        (1, 1, 10471, -0.26),
-        (4, 4, 25135 / 4, -0.10),
-        (8, 4, 44299 / 8, -0.01),
-        (32, 4, 155917 / 32, 0.09),
+        (1, 1, 10471, -0.16),
+        (4, 4, 25135 / 4, 0.01),
+        (8, 4, 44299 / 8, 0.09),
+        (32, 4, 155917 / 32, 0.205),
     ],
 )
 def test_runs_that_the_fit_has_not_seen_lie_in_the_range(

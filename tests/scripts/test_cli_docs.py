@@ -1,7 +1,4 @@
-"""docs/cli.md says what the command has, and how each of its commands ends.
-
-`python tests/scripts/test_cli_docs.py --write` renews the options.
-"""
+"""docs/cli.md says what the command has, and how each of its commands ends."""
 
 from __future__ import annotations
 
@@ -78,7 +75,7 @@ def cell(text: str) -> str:
 def test_the_page_has_the_options_of_every_command() -> None:
     match = OPTIONS.search((DOCS / "cli.md").read_text(encoding="utf-8"))
     assert match
-    assert match[2] == options(), "run: python tests/scripts/test_cli_docs.py --write"
+    assert match[2] == options(), "run: python scripts/generate.py"
 
 
 def codes(command: str) -> set[int]:

@@ -20,8 +20,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-#: Pages for maintainers, or of another address, which the navigation leaves out.
-NOT_LISTED = {"docs/log.md"}
+#: Pages for maintainers, and those that another one lists, which the navigation leaves out.
+CARDS = (ROOT / "docs" / "cards").glob("*_*.md")
+NOT_LISTED = {"docs/log.md", *(card.relative_to(ROOT).as_posix() for card in CARDS)}
 
 
 def listed(entries: list) -> Iterator[str]:

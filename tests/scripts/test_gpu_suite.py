@@ -161,4 +161,6 @@ def test_a_rehearsal_on_a_cpu_goes_through_a_quick_call(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in rows["gradients"]["lines"]] == list(gpu.LIMITS)
     assert rows["bf16"]["steps"] == 6
     assert 7 < rows["bf16"]["loss"] < 9.1
+    (page,) = tmp_path.glob("llama3_8b_h200_cpu*.md")
+    assert "| steps | 6 | not run | not run |" in page.read_text()
     assert (tmp_path / "gpu.md").read_text().count("not measured") == len(gpu_targets.TARGETS)

@@ -14,6 +14,7 @@ import torch
 from titanlite import __version__
 from titanlite.assembly.tested_machines import accelerator_warning
 from titanlite.config.dataset_registry import BUNDLED_TOKENIZER_NAME
+from titanlite.config.decays import DECAYS
 from titanlite.config.urls import public_name
 from titanlite.data.text_report import file_lines, file_warnings, pass_warnings
 from titanlite.metrics.throughput import device_name, total_memory_bytes
@@ -176,8 +177,9 @@ def schedule_text(schedule: Schedule, floor: float) -> str:
     over = ""
     if schedule.decay_steps is not None:
         over = f" over the last {counted(schedule.decay_steps, unit)}"
-    constant = schedule.decay_type == "constant"
-    parts.append("then constant" if constant else f"{schedule.decay_type} decay{over} to {floor:g}")
+    kind = schedule.decay_type
+    ends = f"{kind} decay{over} to {floor:g}"
+    parts.append(ends if DECAYS[kind].has_end else f"then {kind}")
     if schedule.total_steps is not None:
         parts.append(f"{counted(schedule.total_steps, unit)} in all")
     return ", ".join(parts)

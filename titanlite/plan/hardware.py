@@ -39,12 +39,14 @@ class Gpu:
     bandwidth: float
     link: float
     pcie: float
-    #: Share of `bf16` that large products reach under the power limit. Fitted for A100 and H100,
-    #: taken for the others (FORMULAS.md).
+    #: Share of `bf16` that large products reach under the power limit. Fitted for A100, H100 and
+    #: H200, taken for the others (FORMULAS.md).
     sustained: float = 0.597
     #: Share of `bf16` that causal attention kernels reach, counting only the pairs that they
     #: compute.
     attention: float = 0.278
+    #: Bandwidth of an optimizer's update over that of other kernels.
+    update: float = 1.0
 
 
 def _gpu(
@@ -73,7 +75,7 @@ GPUS: dict[str, Gpu] = {
         _gpu("h100-pcie-80g", r"H100[ -]PCIe", 79.1, (756, 1513), (2000, 64, 64)),
         _gpu("h100-80g", r"H100[ -](?:\d+GB HBM3|SXM\d?)", 79.1, (989, 1979), (3350, 450, 64)),
         _gpu("h200-nvl-141g", r"H200[ -]NVL", 139.7, (835, 1671), (4800, 64, 64)),
-        _gpu("h200-141g", r"H200", 139.7, (989, 1979), (4800, 450, 64)),
+        _gpu("h200-141g", r"H200", 139.7, (989, 1979), (4800, 450, 64), 0.693, 0.322),
         _gpu("b200-180g", r"B200", 178.3, (2250, 4500), (8000, 900, 64)),
         _gpu("l40s-48g", r"L40S", 44.39, (362, 733), (864, 32, 32)),
         _gpu("l4-24g", r"L4", 21.95, (121, 242), (300, 32, 32)),
@@ -162,6 +164,9 @@ class Cluster:
     network: float
     #: AWS instance type; empty: none is named.
     instance: str = ""
+    #: Factor by which steps take longer, and the run that measured it (`--measured`).
+    slower: float = 1.0
+    note: str = ""
 
     @property
     def gpus(self) -> int:

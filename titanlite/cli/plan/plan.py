@@ -50,6 +50,12 @@ def add_command(commands: Commands) -> None:
     rank = "rank whose memory is shown (default: the one that needs most)"
     add("--rank", rank, "N", type=at_least(0))
     add("--search", "propose the fastest settings that fit, as a file to lay over the config")
+    add(
+        "--measured",
+        "take the rates that a run measured: its folder (docs/plan.md)",
+        "RUN",
+        type=Path,
+    )
     add("--json", "print the plan as one JSON object; sizes are in GiB, times in seconds")
     add("--keep", f"write the plan to {PREDICTION} in job.dump_folder: the run is compared with it")
     parser.set_defaults(exact=None, search=None, json=None, keep=None)
@@ -61,6 +67,10 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     names = {name: getattr(arguments, name) for name in ("gpu", "instance", "gpus", "nodes")}
     config, run = resolve(config, ranks_of(config.sections.launch, **names))
     cluster = cluster_of(run, **names)
+    if arguments.measured:
+        from titanlite.cli.plan.measured import anchored
+
+        cluster = anchored(cluster, arguments.measured)
     if arguments.search:
         from titanlite.cli.plan.search import search
         from titanlite.cli.plan.search_text import search_text
