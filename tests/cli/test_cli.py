@@ -159,6 +159,7 @@ WITHOUT_TORCH = {
     ),
     "eval nowhere --tasks x": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
     "eval nowhere": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
+    "eval outputs/run": (exit_codes.CHECKPOINT, "error: outputs/run: no such folder\n"),
     "eval mine.toml": (exit_codes.CHECKPOINT, "mine.toml is a file: name a run"),
     "export nowhere there": (exit_codes.CHECKPOINT, "error: nowhere: no such folder"),
     "export an-owner/A-1.5 there": (

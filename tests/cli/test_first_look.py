@@ -74,6 +74,19 @@ def test_text_behind_a_url_and_missing_files_are_left_to_the_run(
         assert first_look(run, 600.0) == ""
 
 
+def test_a_tokenizer_with_far_fewer_ids_than_the_model_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundled_as_json().save(str(tmp_path / "tokenizer.json"))
+    words = ["config", "check", "debug_model.toml", f"--model.tokenizer_path={tmp_path}"]
+    for size, told in ((2 * 2304, False), (2 * 2304 + 1, True)):
+        assert main([*words, f"--model.vocab_size={size}"]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert (
+            f"has 2,304 ids, and llama3 debugmodel with n_layers = 6 {size:,}: " in said
+        ) == told
+
+
 def test_a_look_that_takes_long_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     end = threading.Event()
     monkeypatch.setattr(tokenizer, "load_tokenizer", lambda *_: end.wait(600))

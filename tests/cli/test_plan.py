@@ -106,7 +106,7 @@ def test_the_section_launch_is_the_hardware(plan: Any) -> None:
             ["llama3_8b.toml", "--gpus", "24", "--gpu", "h100-80g"],
             "not a multiple of batch_size 1 * 24",
         ),
-        (["llama3_8.toml", *H100], "nearest in train_configs/: llama3_8b.toml"),
+        (["llama3_8.toml", *H100], "nearest: llama3_8b.toml"),
         (["llama3_8b.toml", *H100, "--rank", "8"], "expected one of 0 … 7"),
         (["llama3_8b.toml"], "no GPU is named"),
         (["llama3_8b.toml", *H100, "--search", "--exact"], "is not for a search"),

@@ -126,7 +126,9 @@ def test_a_dialogue_keeps_what_was_said_and_drops_the_oldest_turns(
 ) -> None:
     lines = ["Hello", "And you?", "Why?", "Who is it?"]
     text = "\n".join([*lines[:2], "", "word " * 100, *lines[2:]])
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    terminal: Any = io.StringIO(text)
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", terminal)
     out, err = sample(hf, "--chat", "--temperature=0", "--max-tokens=8")
     assert out.split("\n") == [*_their_dialogue(hf, lines, 8, 96), ""]
     assert err.count("error: this message has ") == 1

@@ -25,7 +25,7 @@ from titanlite.config.load import load_file
 from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.chat import ChatTemplate, encode_chat, load_template
-from titanlite.data.dataset_builder import build_dataset
+from titanlite.data.dataset_builder import TextReader
 from titanlite.data.records import Columns
 from titanlite.data.rows import IGNORE
 from titanlite.data.text_files import BUNDLED, TextFiles, columns_of, iter_records, list_files
@@ -91,7 +91,7 @@ def rows(path: Path, folder: Path, **data: Any) -> Any:
     training = Training(
         dataset_path=str(path), seq_len=32, epochs=None if data.get("streaming") else 1
     )
-    return build_dataset(training, Data(shuffle=False, **data), tokenizer, tokenizer.vocab_size)
+    return TextReader(Data(shuffle=False, **data), tokenizer, tokenizer.vocab_size).train(training)
 
 
 def test_files_streams_and_prepared_tokens_have_the_same_targets(
@@ -433,7 +433,7 @@ def by_hand() -> tuple[list[int], list[bool]]:
 def test_labels_are_those_of_completions_and_their_eos() -> None:
     tokens, targets = by_hand()
     training = Training(dataset="sft_test", seq_len=SEQ_LEN, epochs=2)
-    dataset: Any = build_dataset(training, Data(shuffle=False), TOKENIZER, TOKENIZER.vocab_size)
+    dataset: Any = TextReader(Data(shuffle=False), TOKENIZER, TOKENIZER.vocab_size).train(training)
     labels = [row.labels for row in map(dataset.sequence, range(dataset.total_sequences))]
     expected = [
         token if target else IGNORE for token, target in zip(tokens, targets, strict=True)

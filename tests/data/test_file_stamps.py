@@ -18,7 +18,7 @@ from titanlite import exit_codes
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import Training
 from titanlite.data import file_stamps
-from titanlite.data.dataset_builder import build_dataset
+from titanlite.data.dataset_builder import TextReader
 from titanlite.data.rows import Rows
 from titanlite.data.tokenizer import load_tokenizer
 
@@ -28,7 +28,7 @@ STREAM = Data(streaming=True, lanes=1)
 
 def text_of(path: Path | str, data: Data | None = None) -> Rows:
     training = Training(dataset_path=str(path), seq_len=8)
-    return build_dataset(training, data or Data(token_cache="off"), TOKENIZER, 2304)
+    return TextReader(data or Data(token_cache="off"), TOKENIZER, 2304).train(training)
 
 
 def saved(rows: Rows) -> Any:

@@ -22,7 +22,7 @@ from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.batch_hash import step_hash
-from titanlite.data.dataset_builder import TextReader, build_dataset
+from titanlite.data.dataset_builder import TextReader
 from titanlite.data.rows import Rows
 from titanlite.data.token_files import TokenFiles, TokenKeys, open_tokens
 from titanlite.data.token_paths import is_tokens
@@ -37,7 +37,7 @@ def opened(path: Path | str, **keys: Any) -> TokenFiles:
 
 def built(path: Path | str, **data: Any) -> Rows:
     training = Training(dataset_path=str(path), seq_len=32)
-    return build_dataset(training, Data(**data), TOKENIZER, SIZE)
+    return TextReader(Data(**data), TOKENIZER, SIZE).train(training)
 
 
 def hashes(rows: Rows) -> list[str | None]:
@@ -215,7 +215,7 @@ def test_a_type_that_says_nothing_new_is_refused(tmp_path: Path) -> None:
         TextReader(Data(), TOKENIZER, SIZE).open(source, "data.source[1]", 8, None)
     mixture = Data(source=[DataSource(path=str(text))], token_dtype="uint16")
     with pytest.raises(DataError, match="data.token_dtype: no source is of token files"):
-        build_dataset(Training(seq_len=8), mixture, TOKENIZER, SIZE)
+        TextReader(mixture, TOKENIZER, SIZE).train(Training(seq_len=8))
 
 
 # Bad input

@@ -18,7 +18,7 @@ from titanlite.config.data_sections import Data, DataSource, Validation
 from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.choose_files import choose
-from titanlite.data.dataset_builder import TextReader, build_dataset
+from titanlite.data.dataset_builder import TextReader
 from titanlite.data.file_kinds import SOURCE_SUFFIXES, why_no_text
 from titanlite.data.listing import FoundFile, Listing, Place
 from titanlite.data.local_files import list_text
@@ -205,8 +205,10 @@ def test_an_unchanged_folder_has_its_old_fingerprint(tmp_path: Path) -> None:
     folder = tmp_path / "text"
     write_files(folder, "a.jsonl", "b.jsonl", "README.md")
     training = Training(dataset_path=str(folder), seq_len=8)
-    whole = build_dataset(training, Data(), TOKENIZER, TOKENIZER.vocab_size)
-    stream = build_dataset(training, Data(streaming=True, lanes=1), TOKENIZER, TOKENIZER.vocab_size)
+    whole = TextReader(Data(), TOKENIZER, TOKENIZER.vocab_size).train(training)
+    stream = TextReader(Data(streaming=True, lanes=1), TOKENIZER, TOKENIZER.vocab_size).train(
+        training
+    )
     assert whole.fingerprint[:16] == OLD_FINGERPRINTS[0]
     assert stream.fingerprint[:16] == OLD_FINGERPRINTS[1]
 
@@ -281,7 +283,7 @@ def test_a_code_base_is_one_text_of_all_its_languages_and_levels(tmp_path: Path)
     assert listing.warning() is None
     training = Training(dataset_path=str(folder), seq_len=8, epochs=1)
     data = Data(shuffle=False, format="source")
-    rows = build_dataset(training, data, TOKENIZER, TOKENIZER.vocab_size)
+    rows = TextReader(data, TOKENIZER, TOKENIZER.vocab_size).train(training)
     assert rows.corpus is not None
     text = TOKENIZER.decode(rows.corpus.read(0, rows.corpus.size).tolist())
     documents = re.split(r"<\|\w+\|>", text)

@@ -20,7 +20,7 @@ from titanlite.config.data_sections import Data, DataSource, Validation
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Training
 from titanlite.data import DataError
-from titanlite.data.dataset_builder import TextReader, build_dataset
+from titanlite.data.dataset_builder import TextReader
 from titanlite.data.epoch_order import epoch_order
 from titanlite.data.mixtures.mixed_rows import MixedRows
 from titanlite.data.rows import IGNORE, Rows
@@ -38,8 +38,9 @@ def build(
     path: Path | None = None, tokenizer: Tokenizer = TOKENIZER, vocab_size: int = 0, **data: Any
 ) -> PackedDataset:
     training = {name: data.pop(name) for name in ("seq_len", "epochs") if name in data}
-    sections = Training(dataset_path=path and str(path), **{"seq_len": 4, **training}), Data(**data)
-    return build_dataset(*sections, tokenizer, vocab_size or tokenizer.vocab_size)
+    section = Training(dataset_path=path and str(path), **{"seq_len": 4, **training})
+    size = vocab_size or tokenizer.vocab_size
+    return TextReader(Data(**data), tokenizer, size).train(section)
 
 
 # The order

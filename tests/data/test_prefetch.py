@@ -107,11 +107,11 @@ from titanlite.config.data_sections import Data
 from titanlite.config.sections import Training
 from titanlite.data.loader import TrainLoader
 from titanlite.data.prefetch import Prefetcher
-from titanlite.data.dataset_builder import build_dataset
+from titanlite.data.dataset_builder import TextReader
 from titanlite.data.tokenizer import load_tokenizer
 tokenizer = load_tokenizer()
 data = Data(streaming=True, num_workers=2)
-rows = build_dataset(Training(seq_len=512), data, tokenizer, tokenizer.vocab_size)
+rows = TextReader(data, tokenizer, tokenizer.vocab_size).train(Training(seq_len=512))
 busy, asleep = (Prefetcher(TrainLoader(rows, 64, 64)) for _ in range(2))
 busy.next_step()
 asleep.loader.next_step = lambda: time.sleep(600)

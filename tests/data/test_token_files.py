@@ -14,7 +14,7 @@ from tests.support.token_folders import LENGTHS, SIZE, TOKENIZER, write_megatron
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import Training
 from titanlite.data import DataError
-from titanlite.data.dataset_builder import build_dataset
+from titanlite.data.dataset_builder import TextReader
 from titanlite.data.epoch_order import Permutation, epoch_key
 from titanlite.data.rows import IGNORE, FilePlace
 from titanlite.data.sequences import PackedDataset
@@ -113,8 +113,8 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         open_tokens(str(folder), other, other.vocab_size)
 
     def build(**data: Any) -> Any:
-        return build_dataset(
-            Training(dataset_path=str(folder), seq_len=7), Data(**data), TOKENIZER, SIZE
+        return TextReader(Data(**data), TOKENIZER, SIZE).train(
+            Training(dataset_path=str(folder), seq_len=7)
         )
 
     with pytest.raises(

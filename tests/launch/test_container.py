@@ -104,7 +104,8 @@ def test_an_entry_point_of_an_estimator_is_left_to_the_toolkit(
     command, variables = sagemaker_job(base)
     assert command == ["train"]
     module = "sagemaker_pytorch_container.training:main"
-    assert variables == {"SAGEMAKER_TRAINING_MODULE": module}
+    assert variables["SAGEMAKER_TRAINING_MODULE"] == module
+    assert variables["FI_PROVIDER"] == "efa"
 
 
 def test_the_expressions_of_the_sagemaker_script_find_the_figures_of_a_log(

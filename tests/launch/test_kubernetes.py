@@ -222,6 +222,21 @@ def test_two_run_folders_have_two_jobs_and_one_node_needs_no_efa() -> None:
     assert _container(texts[0])["resources"]["limits"] == {"nvidia.com/gpu": "8"}
 
 
+def test_each_volume_has_a_name_of_its_own() -> None:
+    claims = {"host-1": "/a", "/disk": "/disk", "a.b": "/b", "a-b": "/c", "config": "/d"}
+    entries = ", ".join(f'"{source}" = "{path}"' for source, path in claims.items())
+    text = render("llama3_1_8b", f"--launch.volumes={{{entries}}}")
+    claims["fsx-claim"] = "/fsx"
+    (volumes,) = _values(text, "volumes")
+    sources = {one["name"]: one for one in volumes}
+    assert len(sources) == len(volumes) == 2 + len(claims)
+    mounts = {one["mountPath"]: one["name"] for one in _container(text)["volumeMounts"]}
+    for source, path in claims.items():
+        volume = sources[mounts[path]]
+        found = volume.get("hostPath", {}).get("path")
+        assert source == (found or volume["persistentVolumeClaim"]["claimName"])
+
+
 def test_starts_without_a_new_step_end_the_job(tmp_path: Path) -> None:
     volume = f'--launch.volumes={{"claim" = "{tmp_path}"}}'
     flags = ["--launch.max_restarts=1", volume, f"--job.dump_folder={tmp_path}/run 1"]

@@ -244,6 +244,23 @@ def test_the_metric_definitions_find_the_figures_of_a_log(
     assert (found["mfu"][-1], found["memory_gib"][-1]) == ("39.73", "68.57")
 
 
+def test_the_last_cell_removes_all_that_the_notebooks_put_into_the_bucket(
+    account: Account,
+) -> None:
+    import boto3
+
+    cells = json.loads((FOLDER / "3_train.ipynb").read_text(encoding="utf-8"))["cells"]
+    text = "".join(cells[-1]["source"])
+    (folders,) = re.findall("for folder in (.*?); do aws s3 rm --recursive s3://BUCKET/", text)
+    (pattern,) = re.findall('--include "(.*)[*]"', text)
+    removed = (*(f"{folder}/" for folder in folders.split()), pattern)
+    written = re.findall(f's3://{BUCKET}/([^"]*)', json.dumps(account.requests))
+    listed = boto3.client("s3").list_objects_v2(Bucket=BUCKET)["Contents"]
+    places = [*written, *(one["Key"] for one in listed)]
+    assert len(places) > 20
+    assert [place for place in places if not f"{place}/".startswith(removed)] == []
+
+
 def test_the_notebooks_are_kept_without_outputs() -> None:
     for file in FOLDER.glob("*.ipynb"):
         cells = json.loads(file.read_text(encoding="utf-8"))["cells"]

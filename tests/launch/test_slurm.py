@@ -153,6 +153,41 @@ def test_a_job_that_cannot_work_is_refused(flags: list[str], key: str, text: str
         _render("--job.config_file=llama3_8b.toml", *flags)
 
 
+GROUPS = '[[optimizer.groups]]\nparameters = "nothing"\nlr = 1.0\n'
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--training.fsdp_units=Nope"], "training.fsdp_units: no FSDP group can be made of Nope"),
+        (["groups.toml"], "optimizer.groups"),
+        (["--training.tensor_parallel_degree=3"], "does not divide the world size 16"),
+        (["--launch.instance_type=p5.48xl"], "nearest: p5.48xlarge"),
+        (
+            ["--launch.instance_type=p3.16xlarge", "--training.mixed_precision_param=bfloat16"],
+            "training.mixed_precision_param: is bfloat16, which a V100 does not have",
+        ),
+    ],
+)
+def test_a_check_refuses_what_the_launch_does(
+    flags: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("groups.toml").write_text(GROUPS)
+    files = ["debug_model.toml", *(flag for flag in flags if flag[0] != "-")]
+    machines = ["--launch.nodes=2", "--launch.instance_type=p5.48xlarge"]
+    words = [*files, *machines, *(flag for flag in flags if flag[0] == "-")]
+    for command in (["config", "check"], ["launch", "slurm", "--dry-run"]):
+        assert cli.main([*command, *words]) == exit_codes.CONFIG
+        assert said in capsys.readouterr().err
+    assert cli.main(["config", "check", "debug_model.toml", *machines]) == exit_codes.DONE
+    assert re.search(r"ranks +16 \(of section \[launch\]", capsys.readouterr().out)
+
+
 def test_variables_of_a_job() -> None:
     flags = ["--job.config_file=llama3_8b.toml", "--launch.instance_type=ml.p5.48xlarge"]
     text = _render(*flags, "--launch.environment.TORCH_ELASTIC_SHUTDOWN_TIMEOUT=60")
@@ -160,6 +195,8 @@ def test_variables_of_a_job() -> None:
     assert "export FI_" not in text
     assert "gpus-per-node=8" in text
     assert "export FI_EFA_USE_DEVICE_RDMA=1" in _render(*flags, "--launch.nodes=2")
+    text = _render(*flags, "--launch.nodes=2", "--no-launch.efa")
+    assert "export FI_" not in text and "export NCCL_SOCKET_IFNAME=" in text
 
 
 def test_a_folder_with_the_job_of_another_model_is_refused_and_kept(
@@ -184,9 +221,25 @@ def test_a_folder_with_the_job_of_another_model_is_refused_and_kept(
     assert script.read_bytes() == first
     assert cli.main([*words, "--launch.nodes=2"]) == exit_codes.DONE
     assert script.read_bytes() != first
+    kept = ["launch", "slurm", "outputs/launch/config.toml"]
+    assert cli.main(kept) == exit_codes.DONE
+    assert "\n#SBATCH --job-name=one\n" in script.read_text()
+    Path("three.toml").write_text(Path("One.toml").read_text().replace("missing", "other"))
+    assert cli.main([*words, "--job.config_file=three.toml"]) == exit_codes.CONFIG
+    told = f"holds the job of another config, {tmp_path / 'One.toml'}"
+    assert told in capsys.readouterr().err
+    assert cli.main(kept) == exit_codes.DONE
     for damaged in (b"\xff", b"model = 1"):
         Path("outputs/launch/config.toml").write_bytes(damaged)
         assert cli.main(words) == exit_codes.DONE
+    for flag, key in (
+        ("--job.dump_folder=/not-mounted/run", "job.dump_folder: /not-mounted does"),
+        (f"--launch.shared_dir={tmp_path}/shared", f"launch.shared_dir: {tmp_path}/shared does"),
+    ):
+        folder = f"--job.dump_folder={tmp_path}/shared/run"
+        code = cli.main([*words, "--launch.shared_dir=/", folder, "--submit", flag])
+        assert code == exit_codes.CONFIG
+        assert key in capsys.readouterr().err and not Path("/not-mounted").exists()
     assert cli.main([*words, "--job.dump_folder=One.toml"]) == exit_codes.ERROR
     assert "--dry-run prints the job instead" in capsys.readouterr().err
 
@@ -211,7 +264,12 @@ def test_a_dry_run_prints_the_job_and_writes_nothing(
     said = capsys.readouterr()
     assert "#SBATCH --nodes=2\n" in said.out
     assert not (tmp_path / "run").exists()
-    assert said.err == ""
+    log = f"tail -F {tmp_path}/run/launch/slurm-JOB.log"
+    assert [line.partition(": ")[2] for line in said.err.splitlines()] == [
+        log,
+        "scontrol update JobId=JOB Requeue=0; scancel --batch --signal=USR1 JOB",
+        f"sbatch {tmp_path}/run/launch/job.sbatch",
+    ]
     assert cli.main(["launch", "slurm", *flags, "--no-checkpoint.enable_checkpoint"]) == 0
     assert "begins at step 0" in capsys.readouterr().err
 

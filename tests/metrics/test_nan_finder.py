@@ -59,6 +59,10 @@ def _poison(model: torch.nn.Module, where: str) -> None:
         w2.register_forward_pre_hook(
             lambda module, args: (Scale.apply(args[0], NAN),) if second[0] else args
         )
+    elif where == "sum":
+        head = model.get_submodule("output")
+        head.register_forward_pre_hook(lambda module, args: (Scale.apply(args[0], 1 / 1.5e40),))
+        head.register_forward_hook(lambda module, args, out: Scale.apply(out, 1.5e40))
     elif where == "weights":
         weight: Any = model.get_parameter(f"{W2}.weight").detach()
         weight.to_local()[0, 0] = INFINITY
@@ -88,6 +92,8 @@ EXPECTED = {
     "loss": Finding("loss", None, (1,)),
     "gradient inside": Finding("backward", f"{FEED_FORWARD}.w3", (1,), 1),
     "weights": Finding("weights", None, (1,), parameters=(f"{W2}.weight",)),
+    # Each of two micro-batches has a gradient below float32's largest number.
+    "sum": Finding("reduction", None, (0, 1), parameters=("output.weight",)),
     "norm": Finding("nowhere"),  # all gradients are finite, the sum of their squares overflows
     "nowhere": Finding("nowhere"),
 }

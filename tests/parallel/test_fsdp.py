@@ -238,14 +238,17 @@ def _refused_steps(world: DistEnv) -> dict[str, str]:
         "ddp": DistributedDataParallel,
         "torch's own": lambda model: fully_shard(model, mesh=mesh["dp_shard"]),
         "averaged": lambda model: apply_fsdp(model, groups, mesh, average=True),
+        "both": lambda model: apply_fsdp(
+            model, groups, mesh, average=True, placement=lambda _: None
+        ),
         "no factors": lambda model: apply_fsdp(model, groups, tensor),
     }
     found = {}
     for name, spread in ways.items():
         model: nn.Module = Odd()
-        model = spread(model) or model
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         try:
+            model = spread(model) or model
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             TrainStep(model, optimizer, PlainRunner(model), FiniteGuard(world.device), 1.0)
         except ParallelismError as error:
             found[name] = str(error)
@@ -261,6 +264,8 @@ def test_a_step_refuses_a_model_that_ranks_would_train_apart(pool: Pools) -> Non
             "torch's own": found["averaged"],
             "averaged": f"gradients are averaged over ranks, and a step needs their sum: {call} "
             "fully_shard, without average = True",
+            "both": "gradients of parameters with a placement are summed, and average asks for a "
+            "mean",
             "no factors": "gradients are summed over 1 rank, and 2 have tokens of their own by "
             "`factors`: give the ReplicationFactors of tensor and pipeline parallelism",
         }

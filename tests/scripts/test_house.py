@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scripts import moving_picture
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, python
 from tests.support.scripts import load_script
 
 
@@ -184,6 +184,10 @@ def test_the_picture_of_the_rooms_shows_the_imports_of_today(monkeypatch: Any) -
 def test_few_sentences_are_long() -> None:
     prose = load_script("prose")
     found = prose.sentences_of(ROOT)
+    page = str(ROOT / "docs" / "metrics.md")
+    few = python("scripts/prose.py", page).stdout
+    own = [one for one in found if one.place == "docs/metrics.md"]
+    assert f" of {len(own):,} sentences" in few
     for kind, limit in prose.LIMITS.items():
         assert sum(sentence.kind == kind for sentence in found) > 500
         assert prose.share_of_long(found, kind) <= limit, f"python scripts/prose.py lists {kind}"

@@ -292,22 +292,36 @@ class Settings(Callback):
         self.seen = strict, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
 
 
-def _deterministic(world: DistEnv, folder: str) -> tuple[bool, str | None]:
-    """Settings of the process while it trains with debug.deterministic."""
-    settings = Settings()
+def _deterministic(
+    world: DistEnv, folder: str
+) -> list[tuple[tuple[bool, str | None], dict[str, bytes]]]:
+    """Train twice with debug.deterministic; settings of the process, bits of this rank's
+    weights.
+    """
+    found = []
     try:
-        trainer = make_trainer(world, folder, "--training.steps=1", "--debug.deterministic")
-        trainer.callbacks = Callbacks([*trainer.parts.callbacks, settings])
-        trainer.train()
+        for turn in ("first", "again"):
+            settings = Settings()
+            flags = ("--training.steps=2", "--debug.deterministic")
+            trainer = make_trainer(world, f"{folder}/{turn}", *flags)
+            trainer.callbacks = Callbacks([*trainer.parts.callbacks, settings])
+            trainer.train()
+            weights = trainer.parts.model.state_dict().items()
+            bits = {name: weight.to_local().numpy().tobytes() for name, weight in weights}
+            found.append((settings.seen, bits))
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    return settings.seen
+    return found
 
 
-def test_deterministic_kernels_are_on_in_training(pool: Pools, tmp_path: Path) -> None:
-    assert pool(1).run(_deterministic, str(tmp_path)) == [(True, ":4096:8")]
+def test_a_deterministic_run_repeats_to_the_bit(pool: Pools, tmp_path: Path) -> None:
+    for first, again in pool(2).run(_deterministic, str(tmp_path)):
+        assert first == again
+        settings, weights = first
+        assert settings == (True, ":4096:8")
+        assert len(weights) > 20
 
 
 class ForeignError(RuntimeError):
@@ -329,7 +343,7 @@ def test_exit_codes_are_those_of_the_table_alone() -> None:
 
 
 _ENDINGS = """
-import sys, time
+import os, sys, time
 from titanlite.callbacks import Callback
 
 class Exits(Callback):
@@ -339,20 +353,25 @@ class Exits(Callback):
 class Hangs(Callback):
     def on_end(self, trainer, end):
         time.sleep(3600)
+
+class Lingers(Callback):
+    def on_end(self, trainer, end):
+        time.sleep(12 * int(os.environ["RANK"]))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "ranks", "timeout", "state", "words"),
+    ("kind", "ranks", "timeout", "code", "state", "words"),
     [
-        ("Exits", 1, 300, "failed", "Exits called sys.exit(0). That ends no run"),
-        ("Hangs", 1, 2, "done", "callbacks and threads have not ended in 4 s"),
-        ("Hangs", 2, 8, "done", "callbacks and threads have not ended in 16 s"),
+        ("Exits", 1, 300, 1, "failed", "Exits called sys.exit(0). That ends no run"),
+        ("Hangs", 1, 2, 1, "done", "callbacks and threads have not ended in 4 s"),
+        ("Hangs", 2, 8, 1, "done", "callbacks and threads have not ended in 16 s"),
+        ("Lingers", 2, 8, 0, "done", "another rank does not end"),
     ],
 )
-def test_a_run_that_a_callback_ends_or_holds_up_ends_with_1(
-    tmp_path: Path, kind: str, ranks: int, timeout: int, state: str, words: str
+def test_a_callback_that_ends_or_holds_up_a_run_starts_none_again(
+    tmp_path: Path, kind: str, ranks: int, timeout: int, code: int, state: str, words: str
 ) -> None:
     """A scheduler takes 0 for done, and a process that hangs keeps the run's folder."""
     (tmp_path / "mine.py").write_text(_ENDINGS)
@@ -365,7 +384,7 @@ def test_a_run_that_a_callback_ends_or_holds_up_ends_with_1(
     ]
     launcher = TORCHRUN if ranks > 1 else []
     done = python(*launcher, "train.py", "--job.config_file=debug_model.toml", *flags)
-    assert done.returncode == exit_codes.ERROR, done.stderr
+    assert done.returncode == code, done.stderr
     assert words in done.stdout + done.stderr
     end = read_entries(tmp_path / "run")[-1]
     assert (end["event"], end["state"]) == ("end", state)

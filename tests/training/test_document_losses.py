@@ -7,13 +7,15 @@ import math
 import random
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import pytest
 
 from tests.support.pool import Pools
-from tests.support.whole_runs import train_run
+from tests.support.whole_runs import make_trainer, outcome_of, train_run
 from titanlite.cli.main import main
+from titanlite.dist.dist_env import DistEnv
+from titanlite.metrics import document_losses
 from titanlite.metrics.bad_step_log import AnomalyLog
 from titanlite.optim.bad_step_errors import BadStepError
 
@@ -115,6 +117,31 @@ def test_without_poison_nothing_is_reported(
     words = ["data", "peek", "debug_model.toml", f"--job.dump_folder={folder}", "--bad-step", "9"]
     assert main(words) == 2
     assert "The guard writes it at a bad step" in capsys.readouterr().err
+
+
+def _unread(world: DistEnv, folder: str, name: str, rank: int, *flags: str) -> dict[str, Any]:
+    """Train; a rank fails while the losses of documents are measured."""
+    trainer = make_trainer(world, folder, *flags)
+
+    def fail(*_: Any) -> None:
+        assert trainer.parts.callbacks[0].watch.where == f"evaluate of step {trainer.step}"
+        raise MemoryError(name)
+
+    given = fail if world.rank == rank else getattr(document_losses, name)
+    with patch.object(document_losses, name, given):
+        return outcome_of(trainer, folder)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"), [(1, "TargetLogs"), pytest.param(2, "documents_of", marks=pytest.mark.slow)]
+)
+def test_a_run_that_skips_a_step_goes_on_where_its_documents_cannot_be_measured(
+    pool: Pools, tmp_path: Path, ranks: int, name: str
+) -> None:
+    flags = flags_of(tmp_path, True, "--guard.policy=skip")
+    found = pool(ranks).run(_unread, str(tmp_path / "run"), name, ranks - 1, *flags)[0]
+    assert (found["step"], found["error"], found["events"][0]["losses"]) == (20, "", [])
+    assert f"the losses of documents cannot be measured: MemoryError: {name}" in found["said"]
 
 
 @pytest.mark.parametrize("losses", [[], [{"loss": math.nan, "others": math.nan}]])
