@@ -6,8 +6,9 @@
 
 Each row is a process of its own, and is written to FOLDER/rows/ROW.json when it ends. After each,
 all rows so far are written as a page to FOLDER/gpu.md. A measurement goes to
-benchmarks/results/gpu.md and gpu.json too (--results names others). So a cut loses nothing, and a
-run that it cuts off keeps the steps that it made. Rows share the compile cache in FOLDER/inductor.
+benchmarks/results/gpu.md and gpu.json too (--results names others), and the card of its config
+(benchmarks/card.py) to docs/cards. So a cut loses nothing, and a run that it cuts off keeps the
+steps that it made. Rows share the compile cache in FOLDER/inductor.
 
 Speed is worth nothing where gradients are wrong: rows of a form that failed `gradients` are not
 run. The tests of the GPU are the row `tests`.
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,16 +32,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import card  # noqa: E402
 from benchmarks.gpu_gradients import COMPILED, EAGER, FLOAT8, GATHERED, LIMITS  # noqa: E402
 from benchmarks.gpu_targets import TARGETS, shown  # noqa: E402
 from titanlite.contrib import processes  # noqa: E402
-from titanlite.runs.read import read_run  # noqa: E402
 from titanlite.utils import atomic_write  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
@@ -75,11 +76,10 @@ RUNS = {
 }
 QUICK = {"1": ("machine", "gradients", "bf16"), "2": ("float8", "rival", "kahan")}
 ROWS = ("machine", "gradients", *RUNS, "tests")
-#: Steps before those whose speed counts.
-WARMUP = 4
 #: Seconds of a quick call, with `GRACE` of them for the end of a row that is cut off. A row is not
 #: begun with less than `LEAST` left.
 QUICK_SECONDS, GRACE, LEAST = 290, 10, 20
+UNMEASURED = "`--toy` or `--dry-run`: that the rows work; nothing here is a measurement."
 TRAINING = (
     "--model.tokenizer_path=bundled",
     "--training.dataset=c4_test",
@@ -178,7 +178,8 @@ class Bench:
         log = (self.folder / "logs" / f"{name}.log").read_text(errors="replace").splitlines()
         cut = "cut off by the budget" if code is None else f"exit {code}: {reason(log)}"
         if name in RUNS:
-            row = figures(self.folder / "runs" / name)
+            folder = newest(self.folder / "runs", name)
+            row = card.figures(folder) if folder else {"steps": 0}
             return row if code == 0 else {**row, "failed": cut}
         if name == "tests":
             failed = [line for line in log if line.startswith(("FAILED", "ERROR"))]
@@ -188,7 +189,7 @@ class Bench:
             return {"failed": cut}
         rows = json.loads(log[-1])
         wrong = problems(rows) if name == "gradients" and self.mode != "dry" else {}
-        lines = [f"{row['what']}: {row['value']:,.1f} {row['unit']}" for row in rows]
+        lines = [card.line_of(row) for row in rows]
         failures = {"failed": "; ".join(wrong.values()), "wrong": wrong} if wrong else {}
         return {"lines": lines, **failures}
 
@@ -246,6 +247,22 @@ class Bench:
             atomic_write(self.results.with_suffix(".md"), text)
             found = {"facts": self.facts(), "rows": self.rows()}
             atomic_write(self.results.with_suffix(".json"), json.dumps(found, indent=1) + "\n")
+        self.write_cards(ROOT / "docs" / "cards" if self.results == RESULTS else self.folder)
+
+    def write_cards(self, folder: Path) -> None:
+        """Write the card of each config of which a row is there."""
+        rows = self.rows()
+        device = re.sub(r"\W+", "-", self.facts()["device"].lower())
+        for config in {run.config for run in RUNS.values()}:
+            names = [name for name, run in RUNS.items() if run.config == config]
+            if any("device" in rows.get(name, {}) for name in names):
+                facts = {
+                    "title": config.name,
+                    "note": UNMEASURED if self.mode else "",
+                    "gradients": rows.get("gradients", {}).get("lines"),
+                }
+                cells = {name: rows.get(name, {}) for name in names}
+                card.write(folder / f"{config.stem}_{device}.md", cells, facts)
 
 
 def command_of(bench: Bench, name: str) -> list[str]:
@@ -269,24 +286,10 @@ def command_of(bench: Bench, name: str) -> list[str]:
     ]
 
 
-def figures(folder: Path) -> dict[str, Any]:
-    """Return the figures of the steps that a run made, in the newest folder of its name."""
-    made = sorted(folder.parent.glob(f"{folder.name}-[0-9]*"))
-    rows = [row for row in (read_run(made[-1]).training if made else ()) if "tps" in row]
-    speeds = [row["tps"] for row in rows[WARMUP:]]
-    if not speeds:
-        return {"steps": len(rows)}
-    mfu = [row["mfu"] for row in rows[WARMUP:] if "mfu" in row]
-    return {
-        "steps": len(rows),
-        "tokens/s": median(speeds),
-        "slowest": min(speeds),
-        "fastest": max(speeds),
-        "MFU %": median(mfu) if mfu else None,
-        "memory GiB": max(row.get("memory_gib", 0) for row in rows),
-        "reserved GiB": max(row.get("reserved_gib", 0) for row in rows),
-        "loss": rows[-1]["loss"],
-    }
+def newest(runs: Path, name: str) -> Path | None:
+    """Return the newest folder of a row's runs."""
+    made = sorted(runs.glob(f"{name}-[0-9]*"))
+    return made[-1] if made else None
 
 
 def problems(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -314,7 +317,7 @@ def page(facts: Mapping[str, Any], rows: Mapping[str, Any], mode: str) -> str:
     device = f"{facts['device']}, driver and power limit {facts['driver and power limit'] or '–'}"
     lines = ["# On one GPU", "", f"{device}; CUDA {facts['cuda']}; {versions}.", ""]
     if mode:
-        lines += ["`--toy` or `--dry-run`: that the rows work; nothing here is a measurement.", ""]
+        lines += [UNMEASURED, ""]
     lines += [target.line({} if mode else rows) for target in TARGETS]
     columns = ("tokens/s", "slowest", "fastest", "MFU %", "memory GiB", "reserved GiB", "loss")
     lines += ["", f"| row | {' | '.join(columns)} | steps | date |", f"|{' --- |' * 10}"]

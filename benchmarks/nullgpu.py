@@ -107,7 +107,7 @@ Seconds of a step are the sum of:
 
 Each kernel reads its inputs and writes its outputs once (`tests/nullgpu/traffic.py`):
 torch's operators in eager code, inductor's kernels in compiled code. FLOPs, bytes and collectives
-are counted. Shares of the peaks are the plan's, fitted on 43 published runs: the peaks of single
+are counted. Shares of the peaks are the plan's, fitted on published runs: the peaks of single
 kernels are higher. Launches are taken to be hidden.
 
 Llama 3 8B of 8,192 tokens, played by torchtitan 0.2.2 itself; tokens/s per GPU:

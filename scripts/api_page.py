@@ -42,7 +42,7 @@ SECTIONS = set(GROUPS["Sections of the config"].split())
 HEAD = """\
 # API reference
 
-Generated from the docstrings by `python scripts/api_page.py > docs/api.md`; do not edit.
+Generated from the docstrings by `python scripts/generate.py`; do not edit.
 
 Import these names with `from titanlite import …`. Everything else may change between versions.
 How to use them: [library.md](library.md).

@@ -22,6 +22,7 @@ OURS = {
         "ladder": "titanlite.contrib.lab.ladder.command:add_command",
         "mup": "titanlite.contrib.lab.mup.command:add_commands",
         "prove": "titanlite.contrib.evidence.prove:add_command",
+        "parity": "titanlite.contrib.evidence.parity:add_command",
         "push": "titanlite.contrib.hub.command:add_command",
     },
     "features": {

@@ -1,7 +1,6 @@
 """`titanlite config`: what its commands print, how they end, how long they take.
 
-The prose is in tests/config/snapshots, a file per command: `python tests/config/test_command.py
---write` renews them.
+The prose is in tests/config/snapshots, a file per command.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from titanlite.config.keys import keys
 from titanlite.resolve.load import check_config
 from titanlite.runs.text_tables import Style
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -83,9 +81,7 @@ def run(capsys, *words: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize("name", COMMAND_LINES)
 def test_a_command_prints_its_snapshot(name):
     snapshot = (SNAPSHOTS / f"{name}.txt").read_text()
-    assert output(COMMAND_LINES[name]) == snapshot, (
-        f"stale? python {Path(__file__).relative_to(REPOSITORY)} --write"
-    )
+    assert output(COMMAND_LINES[name]) == snapshot, "run: python scripts/generate.py"
 
 
 def test_check_counts_the_parameters_of_a_named_size_and_is_strict_if_asked(capsys):

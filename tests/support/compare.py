@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.support.harness import (
     train_afresh,
 )
 from tests.support.pool import Pools
-from tests.support.reference import Curve, in_memory, train_reference
+from tests.support.reference import Curve, in_memory, model_of, train_reference
 from titanlite.models import get_spec
 
 STEPS = 20
@@ -37,9 +38,13 @@ WARM = [3e-3 * min(1.0, (n + 1) / 5) for n in range(STEPS)]
 FLAT = [0.1] * STEPS
 
 
+#: Arguments → a module from tokens to logits, with titanlite's names of weights.
+Reference = Callable[[Any], torch.nn.Module]
+
+
 class References:
-    """Curves of `transformers`' models with torch's optimizers, each computed once and shared by
-    all splits.
+    """Curves of `transformers`' models, or of modules in plain torch, with torch's optimizers, each
+    computed once and shared by all splits.
     """
 
     def __init__(self, pool: Pools) -> None:
@@ -47,21 +52,27 @@ class References:
         self._curves: dict[Any, Curve] = {}
         self._seeds: dict[Any, list[list[float]]] = {}
 
-    def of(self, run: Run) -> Curve:
+    def of(self, run: Run, reference: Reference | None = None) -> Curve:
         """The plain run on the same global batches from the same weights."""
         tokens, labels = run.tokens, run.labels
         if run.documents is not None:
             tokens, labels = alone(tokens, labels, run.documents)
         batch = (tokens.numpy().tobytes(), labels.numpy().tobytes())
         key = (run.args, run.seed, run.optimizer, tuple(run.rates), run.max_norm, batch)
+        key = (*key, reference)
         if key not in self._curves:
             # One rank cannot keep weights over two.
             training = changed(run.training, reshard_after_forward="never")
             plain = replace(run.alone(), training=training)
             start = self._pool(1).run(initial_weights, plain)[0]
+            spec = get_spec(run.family)
+            if reference is None:
+                model = model_of(spec.hf_config(run.args), spec.to_hf(start, run.args))
+            else:
+                model = reference(run.args)
+                model.load_state_dict(start)
             self._curves[key] = train_reference(
-                get_spec(run.family).hf_config(run.args),
-                get_spec(run.family).to_hf(start, run.args),
+                model,
                 tokens,
                 labels,
                 optimizer=run.optimizer,
@@ -82,9 +93,12 @@ class References:
             self._seeds[key] = [self.losses(replace(alone, seed=run.seed + i), 1) for i in range(3)]
         return self._seeds[key]
 
-    def compare(self, run: Run, ranks: int) -> None:
-        """Gradients of every parameter, losses and norms of every step, weights after the last."""
-        expected = self.of(run)
+    def compare(self, run: Run, ranks: int, reference: Reference | None = None) -> None:
+        """Gradients of every parameter, losses and norms of every step, weights after the last.
+
+        reference: None: the model of `transformers`.
+        """
+        expected = self.of(run, reference)
         curves = self._pool(ranks).run(train_afresh, run)
         ours = curves[0]
         for other in curves[1:]:
@@ -92,11 +106,14 @@ class References:
                 "ranks disagree about the loss"
             )
         spec = get_spec(run.family)
-        # Those of buffers, which have none.
-        zeros = {name: torch.zeros(1) for name in ours.weights.keys() - ours.gradients.keys()}
-        gradients = in_memory(spec.to_hf({**ours.gradients, **zeros}, run.args))
-        for name in zeros:
-            del gradients[spec.hf_names(run.args)[name]]
+        gradients, weights = ours.gradients, ours.weights
+        if reference is None:
+            # Those of buffers, which have none.
+            zeros = {name: torch.zeros(1) for name in weights.keys() - gradients.keys()}
+            gradients = in_memory(spec.to_hf({**gradients, **zeros}, run.args))
+            for name in zeros:
+                del gradients[spec.hf_names(run.args)[name]]
+            weights = in_memory(spec.to_hf(weights, run.args))
         assert gradients.keys() == expected.gradients.keys()
         # Ours are caught after clipping, the reference's before.
         clip = min(1.0, run.max_norm / (expected.norms[0] + 1e-6))
@@ -110,7 +127,6 @@ class References:
         torch.testing.assert_close(
             torch.tensor(ours.norms), torch.tensor(expected.norms), rtol=norms_within, atol=0
         )
-        weights = in_memory(spec.to_hf(ours.weights, run.args))
         for name, weight in expected.weights.items():
             assert relative(weights[name], weight) < weights_within, name
 

@@ -1,10 +1,10 @@
 """Every way to divide the work, times every way to save memory and time: one table.
 
 A cell is a config: flags as a user gives them, over the default TOML. What the config takes trains
-as `transformers` does on one process; what it refuses is refused with its reason. test_grid.py runs
-the cells on one and two ranks, test_grid_of_four_ranks.py the others, so that two processes share
-the work. The name of a row says all of it: each of its words stands in `FAMILIES`, `DEGREES` or
-`WORDS`.
+as `transformers` does on one process, or a module in plain torch (`REFERENCES`); what it refuses is
+refused with its reason. test_grid.py runs the cells on one and two ranks,
+test_grid_of_four_ranks.py the others, so that two processes share the work. The name of a row says
+all of it: each of its words stands in `FAMILIES`, `DEGREES` or `WORDS`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from tests.support.compare import (
     SEQ,
     TOKENS,
     WARM,
+    Reference,
     References,
 )
 from tests.support.harness import Degrees, Run
+from tests.support.plain_llama import PlainLlama
 from titanlite.parallel.schedules import SCHEDULES
 from titanlite.resolve.load import load_config
 from titanlite.run.config import RunConfig
@@ -159,7 +161,10 @@ WORDS: dict[str, dict[str, Any]] = {
     "yarn": {SCALING: '{rope_type = "yarn", factor = 4, original_max_position_embeddings = 16}'},
     "no latent of queries": overrides(q_lora_rank=0),
     "a dense block": overrides(sparse_step=2, norm_topk="false"),
+    "by formulas": {},
 }
+#: Words of rows that are held against plain torch: what `transformers` lacks.
+REFERENCES: dict[str, Reference] = {"by formulas": PlainLlama}
 
 
 def flags_of(row: str) -> dict[str, Any]:
@@ -175,6 +180,10 @@ def flags_of(row: str) -> dict[str, Any]:
             degree, more = DEGREES[kind]
             flags |= {degree: int(number), **more}
     return flags
+
+
+def reference_of(row: str) -> Reference | None:
+    return next((REFERENCES[word] for word in row.split(", ") if word in REFERENCES), None)
 
 
 def ranks_of(row: str) -> int:
@@ -250,6 +259,8 @@ QUICK_MORE = {
 }
 MORE = {
     **QUICK_MORE,
+    "by formulas, tp 2, fsdp 2": 2,
+    "by formulas, pp 2": 1,
     "fsdp 2, reduced with each": 4,
     "fsdp 4, over 2": 2,
     "fsdp 2, tied, units of classes": 2,
@@ -412,7 +423,7 @@ def grid_on(*ranks: int) -> tuple[Any, ...]:
     @some(MORE, QUICK_MORE)
     def other(references: References, row: str) -> None:
         column = Column(MORE[row], "AdamW", {})
-        references.compare(run_of(config_of(row, column)), ranks_of(row))
+        references.compare(run_of(config_of(row, column)), ranks_of(row), reference_of(row))
 
     @some(MASKED, QUICK_MASKED)
     def masked(references: References, row: str) -> None:

@@ -70,9 +70,21 @@ def in_memory(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
+def model_of(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """Make the model of `transformers`. config: its config.json; weights: its state dictionary."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    # torch's attention has no sinks.
+    attention = "eager" if config["model_type"] == "gpt_oss" else "sdpa"
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config), attn_implementation=attention
+    )
+    model.load_state_dict(in_memory(weights), strict=not config.get("tie_word_embeddings"))
+    return model
+
+
 def train_reference(
-    config: dict[str, Any],
-    weights: dict[str, torch.Tensor],
+    model: torch.nn.Module,
     tokens: torch.Tensor,
     labels: torch.Tensor,
     *,
@@ -80,21 +92,12 @@ def train_reference(
     rates: list[float],
     max_norm: float,
 ) -> Curve:
-    """Train the model of `transformers` on whole global batches.
+    """Train a model, of tokens to logits, on whole global batches.
 
-    config: its config.json; weights: its state dictionary. tokens, labels: [steps, global batch,
-    seq] int64, label -100 where there is no target. optimizer: "AdamW" or "SGD". rates: learning
-    rate of each step.
+    tokens, labels: [steps, global batch, seq] int64, label -100 where there is no target.
+    optimizer: "AdamW" or "SGD". rates: learning rate of each step.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    # torch's attention has no sinks.
-    attention = "eager" if config["model_type"] == "gpt_oss" else "sdpa"
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**config), attn_implementation=attention
-    )
     model.train()
-    model.load_state_dict(in_memory(weights), strict=not config.get("tie_word_embeddings"))
     if optimizer == "AdamW":
         optim: torch.optim.Optimizer = torch.optim.AdamW(
             model.parameters(), lr=0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
@@ -103,7 +106,8 @@ def train_reference(
         optim = torch.optim.SGD(model.parameters(), lr=0.0)
     curve = Curve([], [], {}, {})
     for step, rate in enumerate(rates):
-        logits = model(tokens[step]).logits
+        output = model(tokens[step])
+        logits = getattr(output, "logits", output)
         loss = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), labels[step].flatten(), ignore_index=-100
         )

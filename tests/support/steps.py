@@ -18,7 +18,7 @@ from titanlite.dist.dist_env import DistEnv
 from titanlite.loss import cross_entropy_sum
 from titanlite.optim.guard import FiniteGuard
 from titanlite.resolve.load import load_config
-from titanlite.runs.lines import read_metrics
+from titanlite.runs.lines import read_lines
 from titanlite.step import PlainRunner, Runner, StepResult, TrainStep
 from titanlite.trainer import Trainer
 
@@ -52,7 +52,13 @@ def train_rows(
     """Train in this folder; return the rows of metrics.jsonl. more: for `build`."""
     run = load_config(config, world.size, [*flags, f"--job.dump_folder={folder}"])
     Trainer(build(run, world, **more)).train()
+    return written_rows(world, folder)
+
+
+def written_rows(world: DistEnv, folder: str) -> list[dict[str, Any]]:
+    """Return the rows of metrics.jsonl, if there are any, once all ranks have come here: rank 0
+    writes them, and the others may be done before.
+    """
     if world.size > 1:
-        # Rank 0 writes them, and the others may be done before.
         dist.barrier()
-    return read_metrics(Path(folder) / "metrics.jsonl")
+    return read_lines(Path(folder) / "metrics.jsonl")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from tests.support.harness import W2
+from tests.support.steps import written_rows
 from tests.support.tiny import TWENTY_STEPS
 from tests.support.words import listening
 from titanlite import exit_codes
@@ -22,7 +22,7 @@ from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.signals import StopRequested
 from titanlite.optim.bad_step_errors import BadStepError
 from titanlite.resolve.load import resolve
-from titanlite.runs.lines import read_metrics
+from titanlite.runs.lines import read_lines
 from titanlite.trainer import Trainer
 
 
@@ -41,12 +41,8 @@ def outcome_of(trainer: Trainer, folder: str) -> dict[str, Any]:
             trainer.train()
         except (CheckpointError, BadStepError, StopRequested) as error:
             found = {"error": str(error), "code": exit_codes.code_of(error)}
-    events = Path(folder) / "guard.jsonl"
-    rows = Path(folder) / "metrics.jsonl"
-    found["events"] = (
-        [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
-    )
-    found["rows"] = read_metrics(rows) if rows.exists() else []
+    found["rows"] = written_rows(trainer.parts.world, folder)
+    found["events"] = read_lines(Path(folder) / "guard.jsonl")
     return {**found, "said": said, "step": trainer.step}
 
 
@@ -101,3 +97,14 @@ def poisoned_run(
 
 def names_in(rows: Rows, index: int) -> list[Any]:
     return [name for name, _ in rows.documents_in(index)]
+
+
+#: Ways to divide a run: its ranks and flags.
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one rank": (1, ()),
+    "TP 2": (2, ("--training.tensor_parallel_degree=2",)),
+    "FSDP 2": (2, ()),
+    "replicas 2": (2, ("--training.data_parallel_replicate_degree=2",)),
+    "PP 2": (2, ("--experimental.pipeline_parallel_degree=2",)),
+    "FSDP 2, TP 2": (4, ("--training.tensor_parallel_degree=2",)),
+}

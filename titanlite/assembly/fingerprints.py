@@ -10,7 +10,7 @@ from typing import Any
 
 from titanlite.assembly.datasets import Datasets
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.models.argument_fields import is_of_training
+from titanlite.models.argument_fields import declared
 from titanlite.utils import is_dotted
 
 #: Left out of the arguments of any model, as in checkpoints of 0.2.0: weights of routers' losses.
@@ -30,8 +30,11 @@ def fingerprints(model: str, args: Any, datasets: Datasets) -> dict[str, str]:
 def weights_fingerprints(model: str, args: Any, tokenizer: Tokenizer) -> dict[str, str]:
     """Return the part of `fingerprints` on which the meaning of weights depends."""
     shape = asdict(args)
+    cls: Any = type(args)
     for one in fields(args):
-        if one.name in _NEVER or is_of_training(type(args), one.name):
+        told = declared(cls, one.name)
+        is_older = told["came_later"] and shape[one.name] == one.default
+        if one.name in _NEVER or is_older or told["of_training"]:
             del shape[one.name]
     if is_dotted(model):
         shape["model"] = os.path.basename(model)

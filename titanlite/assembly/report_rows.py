@@ -14,6 +14,7 @@ import torch
 from titanlite import __version__
 from titanlite.assembly.tested_machines import accelerator_warning
 from titanlite.config.dataset_registry import BUNDLED_TOKENIZER_NAME
+from titanlite.config.decays import DECAYS
 from titanlite.config.urls import public_name
 from titanlite.data.text_report import file_lines, file_warnings, pass_warnings
 from titanlite.metrics.throughput import device_name, total_memory_bytes
@@ -89,7 +90,11 @@ def _rows(parts: TrainingComponents, run: RunConfig, peak: float | None) -> Iter
     yield "mesh", mesh_text(run.mesh)
     for feature in run.features.on:
         yield from feature.report_rows(builder, parts.model)
-    yield from _memory(parts, run)
+    if builder.device.type != "cpu":
+        from titanlite.plan.start_rows import start_rows
+
+        total = total_memory_bytes(builder.device)
+        yield from start_rows(parts.run, parts.datasets.tokenizer.vocab_size, total)
     yield "data", _data(run, train)
     for name, rows in {"": train, **parts.datasets.validation}.items():
         title = "" if rows is train else f"validation {name}".strip()
@@ -135,18 +140,6 @@ def mesh_text(mesh: MeshSizes) -> str:
     return f"{' x '.join(shown)} = {counted(mesh.world_size, 'ranks')}{shared}"
 
 
-def _memory(parts: TrainingComponents, run: RunConfig) -> Iterator[Row]:
-    """A CPU has no rows: most of a process's memory is not tensors, and none has a limit."""
-    device = parts.model_parts.builder.device
-    if device.type == "cpu":
-        return
-    from titanlite.plan.memory import with_vocabulary
-    from titanlite.plan.start_rows import start_rows
-
-    planned = with_vocabulary(parts.run, parts.datasets.tokenizer.vocab_size)
-    yield from start_rows(planned, total_memory_bytes(device))
-
-
 def _data(run: RunConfig, train: Rows) -> str:
     name = run.training.dataset_path or run.training.dataset
     if run.data.source:
@@ -184,8 +177,9 @@ def schedule_text(schedule: Schedule, floor: float) -> str:
     over = ""
     if schedule.decay_steps is not None:
         over = f" over the last {counted(schedule.decay_steps, unit)}"
-    constant = schedule.decay_type == "constant"
-    parts.append("then constant" if constant else f"{schedule.decay_type} decay{over} to {floor:g}")
+    kind = schedule.decay_type
+    ends = f"{kind} decay{over} to {floor:g}"
+    parts.append(ends if DECAYS[kind].has_end else f"then {kind}")
     if schedule.total_steps is not None:
         parts.append(f"{counted(schedule.total_steps, unit)} in all")
     return ", ".join(parts)

@@ -23,7 +23,7 @@ from titanlite import doors
 from titanlite.config import import_path_keys
 from titanlite.config.data_sections import Data, DataPhase, DataSource, steps_of
 from titanlite.config.dataset_registry import BUNDLED_TOKENIZER_NAME, fetch_hint, name_problem
-from titanlite.config.decays import DECAYS
+from titanlite.config.decays import DECAYS, KEYS_OF_END
 from titanlite.config.errors import Problem
 from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
@@ -149,9 +149,10 @@ CONFLICTS: tuple[Rule, ...] = (
         "a pipeline reduces gradients once, after the last micro-batch",
     ),
     *(
-        Rule(f"{_RATE}{name}", bool, f"{_RATE}decay_type", kind, "there is nothing to shape")
+        Rule(f"{_RATE}{name}", bool, f"{_RATE}decay_type", kind, "it has no end to shape")
         for kind, decay in DECAYS.items()
-        for name in decay.excludes
+        for name in KEYS_OF_END
+        if not decay.has_end
     ),
     *(
         Rule(f"{_RATE}{name}", bool, f"{_RATE}style", "fsdp", "its decay runs over all steps")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem
 from titanlite.config.trust import Origin, admit
-from titanlite.models.argument_fields import checked_fields, is_of_training
+from titanlite.models.argument_fields import checked_fields, declared
 from titanlite.models.families import get_spec
 from titanlite.models.spec import ModelSpec, ShapeError, names_like, shown
 from titanlite.utils import is_dotted
@@ -142,9 +142,10 @@ def shape_of(model: Model) -> Any:
 def missing_fields(model: Model) -> list[str]:
     """Return the fields that `[model]` leaves open for a folder's model."""
     found = []
-    cls = get_spec(model.name).args_class
+    cls: Any = get_spec(model.name).args_class
     for field in fields(cls):
-        can_lack = field.default is None or is_of_training(cls, field.name)
+        told = declared(cls, field.name)
+        can_lack = field.default is None or told["of_training"] or told["came_later"]
         is_given = field.name in model.overrides or getattr(model, field.name, None) is not None
         if not can_lack and not is_given:
             found.append(field.name)

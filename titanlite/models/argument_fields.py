@@ -28,15 +28,20 @@ def argument(
     decides: str | None = None,
     of_training: bool = False,
     may_be_zero: bool = False,
+    came_later: bool = False,
 ) -> Any:
     """Declare an argument that is no plain part of the shape; subclasses inherit the declaration.
 
     decides: the attribute that models are compared by, "" if others are. of_training: it changes
-    neither weights nor logits; runs that differ in it resume each other's checkpoints.
+    neither weights nor logits; runs that differ in it resume each other's checkpoints. came_later:
+    models of older versions, and files of Hugging Face, have the default without saying so. Their
+    checkpoints are resumed, and a model with another value has no form there.
     """
     told: dict[str, Any] = {}
     if may_be_zero:
         told["may_be_zero"] = True
+    if came_later:
+        told["came_later"] = True
     if of_training:
         told["of_training"] = True
     if decides is not None or of_training:
@@ -45,8 +50,9 @@ def argument(
 
 
 @functools.cache
-def _told(cls: type, name: str) -> Mapping[str, Any]:
-    found: dict[str, Any] = {"of_training": name == LENGTH, "decides": name}
+def declared(cls: type, name: str) -> Mapping[str, Any]:
+    """Return what an argument tells about itself, see `argument`."""
+    found: dict[str, Any] = {"of_training": name == LENGTH, "came_later": False, "decides": name}
     for base in reversed(cls.__mro__):
         declared = vars(base).get("__dataclass_fields__", {}).get(name)
         found.update(declared.metadata if declared is not None else {})
@@ -56,11 +62,6 @@ def _told(cls: type, name: str) -> Mapping[str, Any]:
             if default == 0:
                 found["may_be_zero"] = True
     return found
-
-
-def is_of_training(cls: type, name: str) -> bool:
-    """Return whether an argument leaves the weights' meaning alone."""
-    return bool(_told(cls, name)["of_training"])
 
 
 def deciding(args: Any) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def deciding(args: Any) -> dict[str, Any]:
     found = {}
     cls: Any = type(args)
     for one in fields(args):
-        attribute = _told(cls, one.name)["decides"]
+        attribute = declared(cls, one.name)["decides"]
         if attribute and one.name != LENGTH:
             found[one.name] = getattr(args, attribute)
     return found
@@ -85,7 +86,7 @@ def out_of_range(args: Any) -> list[str]:
     cls: Any = type(args)
     for one in fields(args):
         value = getattr(args, one.name)
-        told = _told(cls, one.name)
+        told = declared(cls, one.name)
         if type(value) not in (int, float) or told.get("is_signed"):
             continue
         may_be_zero = "may_be_zero" in told

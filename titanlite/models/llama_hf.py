@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from titanlite.models.argument_fields import declared
 from titanlite.models.hf_names import HFName, entry_of
 from titanlite.models.llama import LlamaArgs
 from titanlite.models.rope_config_json import FULL, WINDOW, read_scaling, rope_of, written_rope
@@ -63,7 +64,7 @@ class HFTable:
 
         Raises ValueError for a model without a form there.
         """
-        _check_form(args)
+        self._check_form(args)
         found: dict[str, HFName] = {
             "tok_embeddings.weight": "model.embed_tokens.weight",
             "norm.weight": "model.norm.weight",
@@ -89,7 +90,7 @@ class HFTable:
 
         Raises ValueError for a model without a form there.
         """
-        _check_form(args)
+        self._check_form(args)
         name = self.architecture or f"{self.model_type.capitalize()}ForCausalLM"
         found: dict[str, Any] = {"model_type": self.model_type, "architectures": [name]}
         for name, entry in self.entries.items():
@@ -138,6 +139,23 @@ class HFTable:
                 )
         return args
 
+    def _check_form(self, args: Any) -> None:
+        """Raise ValueError for what `transformers` lacks."""
+        if getattr(args, "expert_bias", False) and not args.biases_in_files:
+            raise ValueError(
+                f"bias_update is {args.bias_update}, and this family has no biases of experts in "
+                "`transformers`"
+            )
+        known = [one.argument for one in self.entries.values() if isinstance(one, Entry)]
+        cls: Any = type(args)
+        for one in fields(args):
+            value = getattr(args, one.name)
+            is_later = declared(cls, one.name)["came_later"]
+            if is_later and value != one.default and one.name not in known:
+                raise ValueError(
+                    f"{one.name} is {value!r}, and {self.model_type} of `transformers` lacks it"
+                )
+
     def _in_words_of_files(self, error: ShapeError) -> str:
         words = {}
         for name, entry in self.entries.items():
@@ -148,15 +166,6 @@ class HFTable:
             for problem in error.problems
         ]
         return "; ".join(found)
-
-
-def _check_form(args: Any) -> None:
-    """Raise ValueError for what `transformers` lacks."""
-    if getattr(args, "expert_bias", False) and not args.biases_in_files:
-        raise ValueError(
-            f"bias_update is {args.bias_update}, and this family has no biases of experts in "
-            "`transformers`"
-        )
 
 
 def _read(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -49,23 +50,29 @@ def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.linalg.vector_norm(norms, dtype=torch.float64).float()
 
 
-def square_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> torch.Tensor:
-    """Return this rank's share of the squared norm of all gradients (0-dim float32 on `device`).
+@torch.no_grad()
+def square_norm(
+    parameters: Iterable[nn.Parameter],
+    device: torch.device,
+    of: Callable[[nn.Parameter], torch.Tensor | None] = attrgetter("grad"),
+) -> torch.Tensor:
+    """Return this rank's share of a squared norm (0-dim float32 on `device`): of all gradients.
 
     The shares of all ranks add up. A part that several ranks hold counts as a fraction on each.
+
+    of: parameter -> the tensor to count, divided as the parameter. Weights: `local_parts.plain`.
     """
-    by_copies: dict[int, list[nn.Parameter]] = {}
+    by_copies: dict[int, list[torch.Tensor]] = {}
     for parameter in parameters:
         copies = 1
         if isinstance(parameter, DTensor):
             sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
             copies = math.prod(size for placement, size in sizes if placement.is_replicate())
-        by_copies.setdefault(copies, []).append(parameter)
-    gradients = {copies: local_gradients(group) for copies, group in by_copies.items()}
-    shares = []
-    for copies, pieces in gradients.items():
-        if pieces:
-            shares.append(total_norm(pieces).square() / copies)
+        pieces = by_copies.setdefault(copies, [])
+        tensor = of(parameter)
+        if tensor is not None:
+            pieces.append(local(tensor))
+    shares = [total_norm(some).square() / copies for copies, some in by_copies.items() if some]
     if not shares:
         return torch.zeros((), dtype=torch.float32, device=device)
     total = torch.stack(shares).sum()

@@ -17,7 +17,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from titanlite.config.decays import DECAYS
+from titanlite.config.decays import DECAYS, Point
 from titanlite.data.step_sizes import Course, Progress
 
 if TYPE_CHECKING:
@@ -62,7 +62,12 @@ def lr_factor(schedule: Schedule, step: int, size: int = 1) -> float:
         )
     total, warmup = schedule.total_steps, schedule.warmup_steps
     floor = schedule.min_lr_factor
-    decay = DECAYS[schedule.decay_type].share
+    done = step if schedule.style == "fsdp" else step - size
+
+    def decayed(progress: float) -> float:
+        point = Point(min(progress, 1.0), floor, done, warmup, size)
+        return DECAYS[schedule.decay_type].share(point)
+
     if schedule.style == "fsdp":
         if step <= warmup:
             return step / warmup
@@ -73,8 +78,7 @@ def lr_factor(schedule: Schedule, step: int, size: int = 1) -> float:
             progress = max(step - start, 0) / max(total - start, 1e-9)
         if schedule.decay_type == "exponential" and not floor:
             return math.exp(-0.693 * progress)  # their 1/2 at the end, to three digits
-        return decay(min(progress, 1.0), floor)
-    done = step - size
+        return decayed(progress)
     if done < warmup:
         # By tokens, the end of the warm-up may lie within a step.
         return min(step / (warmup if schedule.style == "titan-0.2" else warmup + size), 1.0)
@@ -82,8 +86,8 @@ def lr_factor(schedule: Schedule, step: int, size: int = 1) -> float:
     decay_steps = rest if schedule.decay_steps is None else schedule.decay_steps
     start = total - decay_steps
     if done < start or decay_steps <= 0:
-        return 1.0 if done < total else decay(1.0, floor)
-    return decay(min((done - start) / decay_steps, 1.0), floor)
+        return 1.0 if done < total else decayed(1.0)
+    return decayed((done - start) / decay_steps)
 
 
 def learning_rate(schedule: Schedule, peak: float, step: int, size: int = 1) -> float:

@@ -85,6 +85,7 @@ def judge(
     """Judge the runs of a proof again, with one run in place of another; return code and page."""
     (runs,) = proof.glob("runs-*")
     shutil.copytree(runs, folder / "runs")
+    shutil.rmtree(folder / "runs" / "export")
     shutil.rmtree(folder / "runs" / name)
     shutil.copytree(runs / like, folder / "runs" / name)
 

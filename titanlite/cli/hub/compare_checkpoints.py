@@ -148,7 +148,11 @@ def compare_logits(family: str, args: Any, read: Read, folder: Path) -> str:
     if reason := _cannot(family, args):
         return f"logits are not compared: {reason}"
     ours = our_logits(family, args, read, sample)
-    other = _transformers(folder, sample)
+    try:
+        with torch.no_grad():
+            other = read_transformers(folder)(sample).logits
+    except Exception as error:  # of any of its parts
+        raise CheckpointError(f"transformers cannot read {folder}: {error}") from error
     if ours.shape != other.shape:
         raise CheckpointError(
             f"the logits of transformers have another shape: {list(other.shape)}, "
@@ -264,8 +268,8 @@ def _cannot(family: str, args: Any) -> str:
     )
 
 
-def _transformers(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the logits by `transformers`, for a folder that may be of somebody else.
+def read_transformers(folder: Path) -> Any:
+    """Return the model of a folder, which may be of somebody else, by `transformers`, in float32.
 
     No code of it runs: files in `auto_map` stay unread, and kernels in config.json are not fetched.
     """
@@ -280,16 +284,11 @@ def _transformers(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     text = content.get("text_config")
     if "vocab_size" not in content and isinstance(text, dict):
         content = text
+    options = {"config": read_config(content), "dtype": "auto", "local_files_only": True}
+    options["trust_remote_code"] = False
+    read = AutoModelForCausalLM.from_pretrained
     try:
-        options = {"config": read_config(content), "dtype": "auto", "local_files_only": True}
-        options["trust_remote_code"] = False
-        read = AutoModelForCausalLM.from_pretrained
-        try:
-            model = read(folder, attn_implementation="sdpa", **options)
-        except ValueError:  # some models have only their own attention
-            model = read(folder, attn_implementation="eager", **options)
-        with torch.no_grad():
-            logits: torch.Tensor = model.float().eval()(tokens).logits
-    except Exception as error:  # of any of its parts
-        raise CheckpointError(f"transformers cannot read {folder}: {error}") from error
-    return logits
+        model = read(folder, attn_implementation="sdpa", **options)
+    except ValueError:  # some models have only their own attention
+        model = read(folder, attn_implementation="eager", **options)
+    return model.float().eval()

@@ -1,1 +1,1 @@
-"""Evidence: a config whose runs are proved to be exact, and finished runs whose records fit."""
+"""Evidence that a run computes what it should."""
