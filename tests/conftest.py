@@ -48,6 +48,14 @@ _TOO_OLD = re.compile(
 _IS_NEW = tuple(map(int, version("torch").split(".")[:2])) >= (2, 13)
 
 
+def pytest_report_teststatus(report: Any) -> tuple[str, str, str] | None:
+    """Name what fails at once, and not at the end alone."""
+    if not report.failed:
+        return None
+    kind = "failed" if report.when == "call" else "error"
+    return kind, f"{kind[0].upper()}\n{report.nodeid}\n", kind.upper()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call() -> Any:
     """With an older torch, skip a test of something that needs a newer one."""
