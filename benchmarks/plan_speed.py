@@ -1,9 +1,13 @@
 """Fit the constants of `titanlite.plan.rates` on published runs, and print the errors as a table of
 titanlite/plan/FORMULAS.md.
 
-    # with the library's constants, and with one step of a fit without the run
+    # with the library's constants, and with one step of a fit without the run's source
     python benchmarks/plan_speed.py
-    python benchmarks/plan_speed.py --fit    # the same from fitted constants, which it prints
+    python benchmarks/plan_speed.py --fit         # the same from fitted values, which it prints
+    python benchmarks/plan_speed.py --fit h200    # only those whose names match are fitted
+
+A source is held out as a whole: its runs share machine and software. The two of titanlite are those
+of benchmarks/results/gpu.json.
 
 The sources give numbers only. The rest is assumed: runs on A100 are eager, on machines of 8 with
 200 Gbit/s for each GPU; FSDP alone gathers float8 weights in float8; pipelines have 8
@@ -14,8 +18,12 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import permutations
+from statistics import median
 
 import numpy as np
 
@@ -30,6 +38,7 @@ TITAN_2025 = "torchtitan, benchmarks/asyncTP_llama3_h100_2025-06"
 TITAN_A100 = "torchtitan, docs/performance.md of 2024"
 TRAINY = "torchtitan, benchmarks/llama3_8b_h200_2025-06"
 AWS = "AWS, torchtitan on SageMaker, 2024"
+OURS = "titanlite, benchmarks/results/gpu.json"
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,7 @@ SHORT = {
     "seq": "--training.seq_len={}",
     "compile": "--training.compile=true",
     "eager": "--training.compile=false",
+    "chunks": "--training.loss_chunks={}",
     "float8": "--float8.enable_float8_linear=true",
     "gather8": (
         "--float8.enable_fsdp_float8_all_gather=true "
@@ -124,6 +134,8 @@ POINTS = (
     Point(AWS, _P, 32, _8B, f"{_F8} op batch=1 seq=8192", 8950),
     Point(TRAINY, "h200-141g", 32, _8B, f"{_F8} op batch=2 seq=8192", 10938),
     Point(TRAINY, "h200-141g", 64, _8B, f"{_F8} op batch=2 seq=8192", 10753),
+    Point(OURS, "h200-141g", 1, _8B, "eager full batch=1 seq=8192 chunks=8", 7395),
+    Point(OURS, "h200-141g", 1, "llama2_7b", "eager full batch=8 seq=4096", 9529),
     Point(TITAN_A100, "a100-80g", 64, _8B, "eager layer batch=1 seq=8192", 2904),
     Point(TITAN_A100, "a100-80g", 64, _8B, "eager op batch=1 seq=8192", 2973),
     Point(TITAN_A100, "a100-80g", 64, _70B, "eager full batch=1 seq=8192", 331),
@@ -133,13 +145,14 @@ POINTS = (
     Point(TITAN_A100, "a100-80g", 64, "llama2_70b", "eager op batch=1 seq=4096", 355),
     Point(TITAN_A100, "a100-80g", 64, "llama2_70b", "eager full batch=2 seq=4096", 353),
 )
-#: Fitted beside `Constants`: shares of the peak by kind of GPU; attention under 500 W is slower as
-#: products are.
-_H100, _A100 = GPUS["h100-80g"], GPUS["a100-80g"]
+#: Fitted beside `Constants`: shares of the peak by kind of GPU. Under 500 W attention is slower as
+#: products are; on H200 both are faster.
+_H100, _H200, _A100 = GPUS["h100-80g"], GPUS["h200-141g"], GPUS["a100-80g"]
 SHARES = {
     "h100 sustained": _H100.sustained,
     "h100 attention": _H100.attention,
     "h100 at 500 W": 0.972,
+    "h200": _H200.sustained / _H100.sustained,
     "a100 sustained": _A100.sustained,
     "a100 attention": _A100.attention,
 }
@@ -148,17 +161,13 @@ MOST = {"link": 0.95, "memory": 0.95, "network": 0.95, "contention": 0.5, "h100 
 
 
 def gpu_of(point: Point, shares: Mapping[str, float]) -> Gpu:
-    if point.gpu.startswith("a100"):
-        return replace(
-            _A100, sustained=shares["a100 sustained"], attention=shares["a100 attention"]
-        )
-    sustained, attention = shares["h100 sustained"], shares["h100 attention"]
-    if point.gpu == _G:
-        less = shares["h100 at 500 W"]
-        return replace(
-            _H100, bandwidth=2.4e12, sustained=sustained * less, attention=attention * less
-        )
-    return replace(GPUS[point.gpu], sustained=sustained, attention=attention)
+    kind = "a100" if point.gpu.startswith("a100") else "h100"
+    gpu = replace(_H100, bandwidth=2.4e12) if point.gpu == _G else GPUS[point.gpu]
+    factor = {_G: shares["h100 at 500 W"], _H200.key: shares["h200"]}.get(point.gpu, 1.0)
+    sustained, attention = (
+        factor * shares[f"{kind} {name}"] for name in ("sustained", "attention")
+    )
+    return replace(gpu, sustained=sustained, attention=attention)
 
 
 def rate(point: Point, run: RunConfig, values: Mapping[str, float]) -> float:
@@ -166,7 +175,9 @@ def rate(point: Point, run: RunConfig, values: Mapping[str, float]) -> float:
     gpu = gpu_of(point, values)
     network = 8 * (25e9 if point.gpu.startswith("a100") else DEFAULT_NETWORK)
     constants = Constants(**{name: value for name, value in values.items() if name not in SHARES})
-    return predict(run, Cluster(gpu, 8, point.gpus // 8, network), constants).tokens_per_second
+    machine = min(point.gpus, 8)
+    cluster = Cluster(gpu, machine, point.gpus // machine, network)
+    return predict(run, cluster, constants).tokens_per_second
 
 
 class Fit:
@@ -175,16 +186,15 @@ class Fit:
     #: Standard deviations of logarithms: of a prediction, and of a value around its start.
     error, prior = 0.07, 0.2
 
-    def __init__(self) -> None:
+    def __init__(self, names: str = "") -> None:
         self.runs = [point.run() for point in POINTS]
         self.start = {**asdict(CONSTANTS), **SHARES}
-        self.names = list(self.start)
+        self.names = [name for name in self.start if re.search(names, name)]
 
     def values(self, x: np.ndarray) -> dict[str, float]:
-        found = {
-            name: self.start[name] * math.exp(move)
-            for name, move in zip(self.names, x, strict=True)
-        }
+        found = dict(self.start)
+        for name, move in zip(self.names, x, strict=True):
+            found[name] *= math.exp(move)
         return {name: min(value, MOST.get(name, value)) for name, value in found.items()}
 
     def errors(self, x: np.ndarray) -> np.ndarray:
@@ -215,40 +225,58 @@ class Fit:
         return x
 
     def left_out(self, x: np.ndarray) -> list[float]:
-        """Return each point's relative error after a step of the fit without it, from the fit with
-        all.
+        """Return each point's relative error after a step of the fit without its source, from the
+        fit with all.
         """
         found, result = self.errors(x), []
         slopes = self.slopes(x, found)
-        for i, (point, run) in enumerate(zip(POINTS, self.runs, strict=True)):
-            rest = [j for j in range(len(POINTS)) if j != i]
+        for point, run in zip(POINTS, self.runs, strict=True):
+            rest = [j for j, other in enumerate(POINTS) if other.source != point.source]
             values = self.values(self.solve(x, found[rest], slopes[rest]))
             result.append(rate(point, run, values) / point.tokens - 1)
         return result
+
+
+def print_anchored(ratios: Mapping[str, Sequence[float]]) -> None:
+    """Print the errors where one run's step scales the plan of another of its source, as
+    `titanlite plan --measured` does without a trace. ratios: predicted over published.
+    """
+    print("\n| source | pairs | median error | by one step | worse in |\n|---|---|---|---|---|")
+    for source, found in ratios.items():
+        pairs = list(permutations(found, 2))
+        before = [abs(other - 1) for _, other in pairs]
+        after = [abs(other / one - 1) for one, other in pairs]
+        worse = sum(two > one for one, two in zip(before, after, strict=True))
+        cells = f"{len(pairs)} | {median(before):.1%} | {median(after):.1%} | {worse}"
+        print(f"| {source} | {cells} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--fit", action="store_true", help="fit the constants")
+    parser.add_argument("--fit", nargs="?", const="", metavar="NAMES", help="values to fit (all)")
     fitting = parser.parse_args().fit
-    fit = Fit()
-    x = fit.fit() if fitting else np.zeros(len(fit.names))
+    fit = Fit(fitting or "")
+    x = np.zeros(len(fit.names)) if fitting is None else fit.fit()
     values = fit.values(x)
     left = fit.left_out(x)
-    if fitting:
+    if fitting is not None:
         print(
             "\n".join(
-                f"{name}: {fit.start[name]:.3g} -> {value:.3g}" for name, value in values.items()
+                f"{name}: {fit.start[name]:.3g} -> {value:.3g}"
+                for name, value in values.items()
+                if name in fit.names
             ),
             "\n",
         )
     print("| run | GPUs | published | predicted | error | left out |\n|---|---|---|---|---|---|")
     errors = []
+    ratios: dict[str, list[float]] = defaultdict(list)
     for point, run, loo in zip(POINTS, fit.runs, left, strict=True):
         found = rate(point, run, values)
         errors.append(found / point.tokens - 1)
+        ratios[f"{point.source}, {point.gpu}"].append(found / point.tokens)
         numbers = f"{point.tokens:,.0f} | {found:,.0f} | {errors[-1]:+.1%} | {loo:+.1%}"
         print(f"| {point.config} {point.flags} | {point.gpus} x {point.gpu} | {numbers} |")
     for name, some in (("all", errors), ("left out", left)):
@@ -259,6 +287,7 @@ def main() -> None:
             f"\n{name}: median {middle:.1%}, largest {largest:.1%}, within {ERROR:.0%}: {near} of "
             f"{len(sizes)}"
         )
+    print_anchored(ratios)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""The Dockerfile's steps by buildah on a Debian of this machine's mirror: the image works, without
-its torch.
+"""The Dockerfile's steps by buildah on a Debian of this machine's mirror with the layout of the AWS
+samples' base: the image works, with this machine's torch.
 """
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
+import sysconfig
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,33 @@ from tests.support.processes import ROOT
 LEFT_OUT = (" g++ git libnuma1", " python3-dev")
 #: Certificates of this machine, which may have a proxy.
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+#: What the image of nccl-tests sets, in which their FSDP image begins.
+LAYOUT = {
+    "LD_LIBRARY_PATH": (
+        "/opt/gdrcopy/lib:/usr/local/cuda/extras/CUPTI/lib64:/opt/amazon/openmpi/lib:"
+        "/opt/nccl/build/lib:/opt/amazon/efa/lib:/opt/aws-ofi-nccl/install/lib:/usr/local/lib:"
+    ),
+    "PATH": "/opt/amazon/openmpi/bin:/opt/amazon/efa/bin:/usr/bin:/usr/local/bin:/usr/sbin:/bin",
+    "OPAL_PREFIX": "/opt/amazon/openmpi",
+    "NCCL_SOCKET_IFNAME": "^docker,lo,veth",
+}
+#: It also loads its own NCCL into each process. A stand-in that cannot be loaded shows who tries.
+NCCL = "/opt/nccl/build/lib/libnccl.so"
+#: Where the container sees this machine's packages, which have a torch for CPUs.
+PACKAGES = "/packages"
+#: The name of the container means nothing here.
+HERE = f"PYTHONPATH={PACKAGES} GLOO_SOCKET_IFNAME=lo"
+TRAIN = [
+    "--nproc_per_node=2",
+    "--local_addr=127.0.0.1",
+    "-m",
+    "titanlite",
+    "train",
+    "debug_model.toml",
+    "--training.steps=2",
+    "--training.seq_len=64",
+    "--no-validation.enable",
+]
 ARGUMENTS = [
     "BASE=localhost/base",
     "EXTRAS=",
@@ -27,7 +55,7 @@ ARGUMENTS = [
 
 
 @pytest.mark.soak
-def test_the_image_is_built_and_trains(tmp_path: Path) -> None:
+def test_the_image_is_built_and_trains(tmp_path):
     if lacks := [name for name in ("buildah", "mmdebstrap") if shutil.which(name) is None]:
         warnings.warn(
             message := f"no {' and '.join(lacks)} here: apt-get install buildah mmdebstrap",
@@ -35,7 +63,7 @@ def test_the_image_is_built_and_trains(tmp_path: Path) -> None:
         )
         pytest.skip(message)
 
-    def buildah(*words: object, code: int = 0) -> str:
+    def buildah(*words, code=0):
         stores = [
             "--storage-driver=overlay",
             f"--root={tmp_path}/images",
@@ -50,9 +78,15 @@ def test_the_image_is_built_and_trains(tmp_path: Path) -> None:
     base = tmp_path / "base"
     file = tmp_path / "Dockerfile"
     base.mkdir()
-    (base / "Dockerfile").write_text(
-        "FROM scratch\nADD base.tar /\nCOPY ca.crt /\nENV PIP_CERT=/ca.crt\n"
-    )
+    for name in ("amazon/openmpi/bin/mpirun", "amazon/efa/bin/fi_info", NCCL[5:]):
+        place = base / "opt" / name
+        place.parent.mkdir(parents=True)
+        place.write_text("#!/bin/sh\n")
+        place.chmod(0o755)
+    lines = ["FROM scratch", "ADD base.tar /", "COPY ca.crt /", "COPY opt /opt"]
+    variables = {"PIP_CERT": "/ca.crt", **LAYOUT, "LD_PRELOAD": NCCL}
+    lines += [f"ENV {name}={value}" for name, value in variables.items()]
+    (base / "Dockerfile").write_text("\n".join(lines))
     shutil.copy(CERTIFICATES, base / "ca.crt")
     command = ["mmdebstrap", "--quiet", "--variant=minbase", "bookworm", str(base / "base.tar")]
     assert subprocess.run(command, capture_output=True).returncode == 0
@@ -81,6 +115,14 @@ def test_the_image_is_built_and_trains(tmp_path: Path) -> None:
             "--launch.gpus_per_node=8",
         )
         assert buildah(*start, "sh", "-c", "exit 42", code=42) == ""
+        variables = dict(line.partition("=")[::2] for line in buildah(*start, "env").splitlines())
+        assert LAYOUT.items() <= variables.items()
+        assert buildah(*start, "sh", "-c", "command -v mpirun") == "/opt/amazon/openmpi/bin/mpirun"
+        if sys.version_info[:2] == (3, 11):  # the base's Python
+            start.insert(1, f"--volume={sysconfig.get_path('purelib')}:{PACKAGES}:ro")
+            train = " ".join(["python -m titanlite.torchrun", *TRAIN])
+            said = buildah(*start, "sh", "-c", f"{HERE} exec {train} 2>&1")
+            assert "step:  2  loss:" in said and "cannot be preloaded" not in said
     finally:
         buildah("rm", "--all")
         buildah("rmi", "--all", "--force")

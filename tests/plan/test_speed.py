@@ -75,6 +75,8 @@ def test_gpus_are_found_by_key_by_a_part_of_it_and_by_the_name_of_the_device() -
     assert find_gpu("NVIDIA H200") is GPUS["h200-141g"]
     assert find_gpu("L4").key == "l4-24g"
     assert find_gpu("NVIDIA A100-SXM4-40GB").key == "a100-40g"
+    assert find_gpu("Tesla V100-SXM2-32GB").key == "v100-32g"
+    assert find_gpu("Tesla T4").key == "t4-16g"
     assert all(find_gpu(key).key == key for key in GPUS)
     assert {one.gpu_key for one in INSTANCES.values()} <= GPUS.keys()
     assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
@@ -93,6 +95,9 @@ def test_a_cluster_is_that_of_the_command_or_of_the_launch_section() -> None:
     found = cluster_of(run)
     assert (found.gpu, found.gpus_per_node, found.nodes, found.network) == (H100, 8, 2, 3200e9 / 8)
     assert found.host == 2 << 40
+    for name, gpu in (("p3.8xlarge", "V100"), ("g4dn.metal", "T4")):
+        with pytest.raises(ConfigError, match=f"is bfloat16, which a {gpu} does not have"):
+            cluster_of(run, instance=name, nodes=2)
     assert all(one.host for one in INSTANCES.values())
     named = cluster_of(
         run, gpu="a100-80g", gpus_per_node=4
@@ -126,7 +131,7 @@ def test_the_parts_are_the_step_and_the_utilisation_is_that_of_the_logs() -> Non
     assert found.tokens_per_second == pytest.approx(2 * 8192 / found.step_seconds)
     assert found.mfu == pytest.approx(found.tokens_per_second * 57_914_818_560 / 989e12, rel=0.01)
     share = [found.low / found.tokens_per_second, found.high / found.tokens_per_second]
-    assert share == pytest.approx([0.85, 1.22])
+    assert share == pytest.approx([0.83, 1.22])
     assert {name for name, seconds in found.parts.items() if seconds} == {
         "matrix products",
         "attention",
@@ -179,7 +184,7 @@ def test_recomputation_stops_before_the_last_product_where_torch_does() -> None:
         f = block_forward(step)
         one = step.rates.collective(step.itemsize * step.tokens * step.width, step.mesh.tensor, 1)
         collectives = tensor_traffic(step) / one / 32 if step.mesh.tensor > 1 else 8
-        return (sum(f) - recomputation(step, f)) / f.products, collectives
+        return (sum(f) - sum(recomputation(step, f))) / f.products, collectives
 
     last = 14336 / (2 * 4096 + 2 * 1024 + 3 * 14336)
     assert left_out() == left_out("training.compile") == (pytest.approx(last), 8)
@@ -319,10 +324,10 @@ KEMPNER = (
 @pytest.mark.parametrize(
     "world, tensor, published, error",
     [
-        (1, 1, 10471, -0.26),
-        (4, 4, 25135 / 4, -0.10),
-        (8, 4, 44299 / 8, -0.01),
-        (32, 4, 155917 / 32, 0.09),
+        (1, 1, 10471, -0.16),
+        (4, 4, 25135 / 4, 0.01),
+        (8, 4, 44299 / 8, 0.09),
+        (32, 4, 155917 / 32, 0.205),
     ],
 )
 def test_runs_that_the_fit_has_not_seen_lie_in_the_range(

@@ -15,14 +15,15 @@ _RECORDS = 8
 def first_look(run: RunConfig, seconds: float = 2.0) -> str:
     """Open the tokenizer and the first records of each local text, without a network.
 
-    Returns what to say if that takes longer than `seconds`. Raises DataError and ShapeError as the
-    run would.
+    Returns what to say if that takes longer than `seconds`, or if the tokenizer seems to be another
+    model's. Raises DataError and ShapeError as the run would.
     """
     failures: list[Exception] = []
+    said: list[str] = []
 
     def look() -> None:
         try:
-            _look(run)
+            said.append(_look(run))
         except Exception as error:  # it is raised below
             failures.append(error)
 
@@ -33,20 +34,28 @@ def first_look(run: RunConfig, seconds: float = 2.0) -> str:
         raise failures[0]
     if thread.is_alive():
         return f"tokenizer and first records take more than {seconds:g} s: not all were looked at"
-    return ""
+    return said[0]
 
 
-def _look(run: RunConfig) -> None:
+def _look(run: RunConfig) -> str:
     path = run.model.tokenizer_path
     if path != BUNDLED_TOKENIZER_NAME and not is_there(path):
-        return
+        return ""
     from titanlite.assembly.datasets import text_reader
     from titanlite.data.dataset_sources import held_out_texts, training_texts
     from titanlite.data.tokenizer import load_tokenizer
 
-    reader = text_reader(run, load_tokenizer(path, run.model.name))
+    tokenizer = load_tokenizer(path, run.model.name)
+    reader = text_reader(run, tokenizer)
     texts = training_texts(run.training, run.data)
     if run.validation.enable:
         texts |= held_out_texts(run.validation)
     for section, source in texts.items():
         reader.look(source, section, _RECORDS)
+    vocabulary = run.model_args().vocab_size or 0
+    if path != BUNDLED_TOKENIZER_NAME and 2 * tokenizer.vocab_size < vocabulary:
+        return (
+            f"model.tokenizer_path: {path} has {tokenizer.vocab_size:,} ids, and {run.model.title} "
+            f"{vocabulary:,}: it may be another model's"
+        )
+    return ""

@@ -17,16 +17,16 @@ from titanlite.cli.argument_parser import (
     files_of,
 )
 from titanlite.config.aliases import ALIASES, key_of, known_names, learn, names_of
-from titanlite.config.checks import broken, missing_files
-from titanlite.config.errors import COMMAND_LINE, ConfigError, bad_flag
+from titanlite.config.checks import broken, missing_files, placed
+from titanlite.config.errors import COMMAND_LINE, ConfigError, bad_flag, refuse
 from titanlite.config.keys import Key, keys, sections, table_of
-from titanlite.config.load import load
+from titanlite.config.load import load, read
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED
 from titanlite.config.value_types import Section
 from titanlite.models.families import SPECS
-from titanlite.resolve.load import check_config, unnamed_tokenizer
+from titanlite.resolve.load import resolve, unnamed_tokenizer
 from titanlite.run.config import RunConfig
 from titanlite.runs.text_tables import Style, unbroken
 from titanlite.utils import REMOVED, counted
@@ -83,19 +83,29 @@ _NOTES_SHOWN = 5
 
 
 def _check(arguments: argparse.Namespace) -> str:
-    argv = [*files_of(arguments), *arguments.flags]
+    config, problems = read([*files_of(arguments), *arguments.flags])
     ranks = arguments.world_size
-    config, run = check_config(argv, ranks, training=arguments.strict)
-    from titanlite.assembly.early_text_check import first_look
+    why = "--world-size"
+    launch = config.sections.launch
+    if not (ranks or problems):
+        why = "the fewest that fit; --world-size N checks another number"
+        if launch.instance_type or launch.gpus_per_node:
+            from titanlite.launch.job import machine_of
 
-    why = "--world-size" if ranks else "the fewest that fit; --world-size N checks another number"
+            ranks = launch.nodes * machine_of(config)[1]
+            why = "of section [launch]; --world-size N checks another number"
+    config, run = resolve(config, ranks, problems, machine=arguments.strict, texts=True)
+    from titanlite.assembly.early_text_check import first_look
+    from titanlite.assembly.preflight import name_problems
+
+    refuse(placed(config, name_problems(run)))
     lines = [*_rows(config, run, why, arguments.style)]
-    problems = [f"not there: {problem}" for problem in broken(config, [missing_files])]
+    missing = [f"not there: {problem}" for problem in broken(config, [missing_files])]
     for problem in unnamed_tokenizer(config, run):
-        problems.append(f"training will refuse: {problem}")
-    problems += filter(None, [first_look(run)])
+        missing.append(f"training will refuse: {problem}")
+    missing += filter(None, [first_look(run)])
     style = arguments.style
-    lines += [style.warn(style.wrap(f"  {problem}")) for problem in problems]
+    lines += [style.warn(style.wrap(f"  {problem}")) for problem in missing]
     gravest = run.notes if arguments.all else run.notes[:_NOTES_SHOWN]
     shown = [note for note in run.notes if note in gravest or note.warns]
     for note in shown:

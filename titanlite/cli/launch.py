@@ -13,22 +13,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titanlite import exit_codes
+from titanlite.assembly.preflight import name_problems
 from titanlite.cli.argument_parser import FLAGS, Commands, add_files, files_of, new_command
-from titanlite.config.checks import broken, closed_urls, missing_files
-from titanlite.config.errors import ConfigError, Problem, nearest, refuse, unfit
+from titanlite.config.checks import broken, closed_urls, missing_files, placed
+from titanlite.config.errors import Problem, refuse, unfit
+from titanlite.config.load import find_config, read
 from titanlite.config.toml import loads
-from titanlite.launch.job import CONFIG, Job, LaunchError
-from titanlite.plan.hardware import INSTANCES
-from titanlite.resolve.load import check_config, unnamed_tokenizer
+from titanlite.launch.job import CONFIG, Job, LaunchError, files_of_job, machine_of
+from titanlite.resolve.load import resolve, unnamed_tokenizer
 from titanlite.utils import REMOVED, say
 
 How = Literal["print", "write", "submit"]
 #: Folder of a job below job.dump_folder.
 FOLDER = "launch"
 #: Keys of [model] that make it another one.
-_MODEL = ("name", "flavor", "overrides")
+_MODEL = ("name", "flavor", "overrides", "vocab_size")
 #: System → its module, with `files(job)`, `advice(job)` and `submit(job)`; some also have
-#: `warnings(job)`.
+#: `warnings(job)` and `follow(job)`.
 _SYSTEMS = {
     "local": "titanlite.launch.local",
     "slurm": "titanlite.launch.slurm",
@@ -92,6 +93,8 @@ def launch(name: str, argv: list[str], how: How) -> str:
     for warning in warnings:
         say(f"warning: {warning}")
     if how == "print":
+        for line in getattr(system, "follow", lambda _: [])(job):
+            say(line)
         return "\n".join(files.values()).rstrip()
     write(job, files)
     if how == "submit":
@@ -104,9 +107,10 @@ def prepare(argv: list[str]) -> Job:
 
     argv: flags of `train.py`.
     """
-    loaded, first = check_config(argv, training=False, defer=True)
+    loaded, found = read(argv, defer=True)
+    refuse(found)
     problems = broken(loaded, [closed_urls])
-    launch = first.launch
+    launch = loaded.sections.launch
     place = loaded.place("launch.environment")
     for name, value in launch.environment.items():
         if value == REMOVED:
@@ -114,40 +118,23 @@ def prepare(argv: list[str]) -> Job:
             message = f"{REMOVED!r} stands for a secret that launch/{CONFIG} does not have"
             advice = f"set it again, or launch from the first config: --{key} VALUE"
             problems.append(Problem("does-not-fit", key, message, advice, place))
-    if problems:
-        raise ConfigError(problems)
-    for problem in broken(loaded, [missing_files]):
-        # The machines replace variables.
-        if "${" not in problem.message:
-            say(f"warning: not there: {problem}")
-    instance = None
-    if launch.instance_type:
-        # SageMaker and HyperPod write a prefix.
-        name = launch.instance_type.removeprefix("ml.")
-        instance = INSTANCES.get(name)
-        if instance is None:
-            key = "launch.instance_type"
-            close = ", ".join(nearest(name, list(INSTANCES), 3))
-            advice = f"nearest: {close or 'none'}; or leave it out and set launch.gpus_per_node"
-            message = f"no instance type {launch.instance_type!r} is known"
-            problem = Problem("does-not-fit", key, message, advice, loaded.place(key))
-            raise ConfigError([problem])
-    ranks = launch.gpus_per_node or (instance.gpus if instance else 0)
+    refuse(problems)
+    instance, ranks = machine_of(loaded)
     if not ranks:
         message = "the number of GPUs of a machine is not known"
         advice = "set it, or launch.instance_type to one of the table in docs/launch/README.md"
         raise unfit("launch.gpus_per_node", message, advice)
-    if instance and ranks > instance.gpus and not launch.cpu:
-        message = (
-            f"{ranks}, but {launch.instance_type} has {instance.gpus} GPU(s): a GPU has one rank "
-            "at most"
-        )
-        key = "launch.gpus_per_node"
-        raise ConfigError([Problem("does-not-fit", key, message, where=loaded.place(key))])
-    run = check_config(argv, launch.nodes * ranks, training=False, defer=True)[1]
-    refuse(unnamed_tokenizer(loaded, run))
+    loaded, run = resolve(loaded, launch.nodes * ranks, texts=True)
+    for problem in broken(loaded, [missing_files]):
+        # The machines replace variables.
+        if "${" not in problem.message:
+            say(f"warning: not there: {problem}")
+    refuse([*unnamed_tokenizer(loaded, run), *placed(loaded, name_problems(run))])
     folder = Path(os.path.abspath(run.job.dump_folder)) / FOLDER
-    return Job(run, instance, ranks, folder)
+    files = [os.path.abspath(find_config(name) or name) for name in run.job.config_file]
+    if files == [str(folder / CONFIG)]:
+        files = files_of_job(folder) or files
+    return Job(run, instance, ranks, folder, files)
 
 
 def write(job: Job, files: Mapping[str, str]) -> None:
@@ -155,6 +142,11 @@ def write(job: Job, files: Mapping[str, str]) -> None:
 
     The folder is closed to others, too: schedulers write logs there with any mode.
     """
+    top = os.path.join(*job.folder.parts[:2])
+    for key, place in {"job.dump_folder": top, "launch.shared_dir": job.launch.shared_dir}.items():
+        if place and not os.path.exists(place):
+            message = f"{place} does not exist: this machine does not mount it"
+            raise unfit(key, message, "launch where it is mounted; --dry-run prints the job here")
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
         job.folder.chmod(0o700)
@@ -168,12 +160,17 @@ def write(job: Job, files: Mapping[str, str]) -> None:
         for text in ((job.folder / CONFIG).read_text("utf-8"), job.config):
             model = loads(text)["model"]
             models.append([model.get(key) for key in _MODEL])
+    other = ""
+    others = files_of_job(job.folder)
     if models and models[0] != models[-1]:
-        name, flavor, _ = models[0]
-        message = f"{job.folder} holds the job of another model, {name} {flavor}"
-        hint = "give each model a folder of its own, or remove that one"
+        other = "model, {} {}".format(*models[0])
+    elif others is not None and others != job.files:
+        other = f"config, {', '.join(others) or 'of flags alone'}"
+    if other:
+        message = f"{job.folder} holds the job of another {other}"
+        hint = "give each its own folder with --job.dump_folder, or remove that one"
         raise unfit("job.dump_folder", message, hint)
-    for name, text in {CONFIG: job.config, **files}.items():
+    for name, text in {CONFIG: job.config_with_files, **files}.items():
         file = job.folder / name
         file.unlink(missing_ok=True)  # an older file may be open to others
         file.touch(mode=0o600)

@@ -134,7 +134,7 @@ class Debug(Section, frozen=True):
     """Reproducibility."""
 
     deterministic: bool = False
-    """Deterministic algorithms only; slower."""
+    """Deterministic algorithms only: a run repeats to the bit."""
     deterministic_warn_only: bool = False
     """With debug.deterministic: warn where an operation has no deterministic form, do not stop."""
 
@@ -217,6 +217,8 @@ class Launch(Section, frozen=True):
     """The machines have no GPUs; gpus_per_node is the number of ranks."""
     instance_type: str = ""
     """Kind of machine on AWS, as p5.48xlarge; it sets the GPUs and the variables of the network."""
+    efa: bool = True
+    """Use the EFA devices of instance_type."""
     image: str = ""
     """Container image. Empty: the environment of Python that launches."""
     shared_dir: Annotated[str, HOME] = ""

@@ -41,15 +41,15 @@ def sagemaker_job(base: Path) -> tuple[list[str], dict[str, str]]:
         return parse_json(file.read_bytes()) if file.exists() else {}
 
     parameters = read("hyperparameters")
+    resources = read("resourceconfig")
+    instance = resources.get("current_instance_type", "").removeprefix("ml.")
+    variables = network_environment(INSTANCES.get(instance))
     if "sagemaker_program" in parameters:
         if shutil.which("train") is None:
             sys.exit("error: an entry_point needs sagemaker-pytorch-training in the image")
-        return ["train"], _TOOLKIT
-    resources = read("resourceconfig")
+        return ["train"], variables | _TOOLKIT
     hosts: list[str] = resources.get("hosts") or ["localhost"]
     here = resources.get("current_host", hosts[0])
-    instance = resources.get("current_instance_type", "").removeprefix("ml.")
-    variables = network_environment(INSTANCES.get(instance))
     interface = resources.get("network_interface_name")
     if interface:
         variables |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}

@@ -6,21 +6,27 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from msgspec.structs import asdict
 
 from titanlite import exit_codes
-from titanlite.config.errors import Problem, refuse
+from titanlite.config.checks import placed
+from titanlite.config.errors import ConfigError, Problem, nearest, refuse
+from titanlite.config.loaded import LoadedConfig
 from titanlite.config.run_sections import Launch
-from titanlite.plan.hardware import Instance
+from titanlite.config.toml import loads, quote
+from titanlite.plan.hardware import INSTANCES, Instance, bfloat16_problems
 from titanlite.run.config import RunConfig
 from titanlite.runs.provenance import config_text
 from titanlite.utils import control_characters, escape_name
 
 _TEMPLATES = Path(__file__).parents[1] / "deploy"
 CONFIG = "config.toml"
+#: The first line of that file begins with it. A config itself cannot name its files.
+_FILES = "# job.config_file = "
 
 
 class LaunchError(Exception):
@@ -39,6 +45,8 @@ class Job(NamedTuple):
     ranks: int
     #: Folder of the job's files.
     folder: Path
+    #: The config files that the run is from.
+    files: list[str]
 
     @property
     def launch(self) -> Launch:
@@ -50,13 +58,61 @@ class Job(NamedTuple):
         return config_text(self.run.toml)
 
     @property
+    def config_with_files(self) -> str:
+        """The config, after a line from which `files_of_job` reads its files."""
+        return f"{_FILES}{quote(self.files)}\n{self.config}"
+
+    @property
     def name(self) -> str:
         """The name of the run folder, with characters that every scheduler takes."""
         # Many configs share the default folder.
         name = self.folder.parent.name
-        if name == "outputs" and self.run.job.config_file:
-            name = Path(self.run.job.config_file[0]).stem
+        if name == "outputs" and self.files:
+            name = Path(self.files[0]).stem
         return re.sub(r"[^a-z0-9.-]+", "-", name.lower()).strip("-.") or "run"
+
+
+def files_of_job(folder: Path) -> list[str] | None:
+    """Return the config files of the job in a folder; None: no job there tells them."""
+    with suppress(OSError, ValueError):
+        line = (folder / CONFIG).read_text("utf-8").partition("\n")[0]
+        if line.startswith(_FILES):
+            files: list[str] = loads(line.removeprefix("# "))["job"]["config_file"]
+            return files
+    return None
+
+
+def machine_of(config: LoadedConfig) -> tuple[Instance | None, int]:
+    """Return the instance type of section [launch], and the ranks of a machine; 0: it names none.
+
+    Raises ConfigError for an unknown type, and for one with fewer GPUs or without bfloat16.
+    """
+    launch = config.sections.launch
+    instance = None
+    if launch.instance_type:
+        # SageMaker and HyperPod write a prefix.
+        name = launch.instance_type.removeprefix("ml.")
+        instance = INSTANCES.get(name)
+        if instance is None:
+            key = "launch.instance_type"
+            close = ", ".join(nearest(name, list(INSTANCES), 3))
+            advice = f"nearest: {close or 'none'}; or leave it out and set launch.gpus_per_node"
+            message = f"no instance type {launch.instance_type!r} is known"
+            raise ConfigError([Problem("does-not-fit", key, message, advice, config.place(key))])
+    ranks = launch.gpus_per_node or (instance.gpus if instance else 0)
+    if instance and ranks > instance.gpus and not launch.cpu:
+        key = "launch.gpus_per_node"
+        message = (
+            f"{ranks}, but {launch.instance_type} has {instance.gpus} GPU(s): a GPU has one rank "
+            "at most"
+        )
+        raise ConfigError([Problem("does-not-fit", key, message, where=config.place(key))])
+    if instance:
+        problems = bfloat16_problems(config.sections.training, instance.gpu_key)
+        refuse(placed(config, problems))
+    if instance and not launch.efa:
+        instance = instance._replace(efa=0, rdma=False)
+    return instance, ranks
 
 
 def render(template: str, job: Job, values: Mapping[str, Any]) -> str:

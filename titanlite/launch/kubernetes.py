@@ -95,7 +95,8 @@ def files(job: Job) -> dict[str, str]:
         "annotations": launch.annotations,
         "deadline": limit_seconds(launch.time_limit),
         "volumes": [
-            (f"host-{number}" if source.startswith("/") else source.replace(".", "-"), source, path)
+            # Names of claims are longer than those of volumes may be, and two can become one.
+            (f"volume-{number}", source, path)
             for number, (source, path) in enumerate(launch.volumes.items())
         ],
         "config_folder": _CONFIG_FOLDER,
@@ -213,6 +214,15 @@ def advice(job: Job) -> str:
 
 
 def _next(job: Job) -> list[str]:
+    return [
+        *follow(job),
+        f"start it again when it has ended: kubectl replace --force -f {_folder(job)}",
+        f"remove it: kubectl delete -f {_folder(job)}",
+    ]
+
+
+def follow(job: Job) -> list[str]:
+    """Return how to follow, stop and continue the job."""
     launch = job.launch
     name = _name(job)
     kubectl = "kubectl"
@@ -231,8 +241,6 @@ def _next(job: Job) -> list[str]:
         f"follow it with: {logs}",
         f"stop it with a checkpoint: {suspend(True)}",
         f"continue it: {suspend(False)}",
-        f"start it again when it has ended: kubectl replace --force -f {_folder(job)}",
-        f"remove it: kubectl delete -f {_folder(job)}",
     ]
 
 

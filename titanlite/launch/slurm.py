@@ -71,14 +71,17 @@ def _problems(job: Job, mounts: list[Path]) -> Iterator[Problem]:
         kind = "the container's folders"
     folders = {"job.dump_folder": str(run_folder)}
     if checkpoint.enable_checkpoint and not is_url(checkpoint.folder):
-        folders["checkpoint.folder"] = os.path.abspath(run_folder / checkpoint.folder)
+        folders["checkpoint.folder"] = os.path.abspath(checkpoint.folder)
     for key, folder in folders.items():
         if not any(Path(folder).is_relative_to(one) for one in seen):
             message = (
                 f"{folder} is outside of {kind}, {', '.join(map(str, seen))}: not all machines "
                 "see it"
             )
-            hint = "set launch.shared_dir to a folder above it that all machines see"
+            hint = (
+                f"give an absolute one below {seen[0]} (relative ones begin at {Path.cwd()}), or "
+                "set launch.shared_dir to a folder above it that all machines see"
+            )
             yield Problem("does-not-fit", key, message, hint)
     if "\\" in str(run_folder):
         message = f"{run_folder} has a backslash: Slurm writes no log into such a folder"
@@ -102,6 +105,18 @@ def advice(job: Job) -> str:
     return f"submit it with: sbatch {shlex.quote(str(job.folder / FILE))}"
 
 
+def follow(job: Job, number: str = "JOB") -> list[str]:
+    """Return how to follow, stop and continue the job."""
+    return [
+        f"follow it with: tail -F {shlex.quote(str(job.folder / f'slurm-{number}.log'))}",
+        (
+            f"stop it with a checkpoint: scontrol update JobId={number} Requeue=0; scancel "
+            f"--batch --signal=USR1 {number}"
+        ),
+        f"continue it later: sbatch {shlex.quote(str(job.folder / FILE))}",
+    ]
+
+
 def submit(job: Job) -> str:
     """Submit the script; return what to do next. Raises LaunchError."""
     file = str(job.folder / FILE)
@@ -115,13 +130,5 @@ def submit(job: Job) -> str:
     if done.returncode:
         raise LaunchError(f"sbatch did not take {file}: {done.stderr.strip()}")
     number = done.stdout.strip().partition(";")[0]
-    follow = [
-        f"job {number} is submitted: {job.launch.nodes} x {job.ranks} ranks",
-        f"follow it with: tail -F {shlex.quote(str(job.folder / f'slurm-{number}.log'))}",
-        (
-            f"stop it with a checkpoint: scontrol update JobId={number} Requeue=0; scancel "
-            f"--batch --signal=USR1 {number}"
-        ),
-        f"continue it later: sbatch {shlex.quote(file)}",
-    ]
-    return "\n".join(follow)
+    told = f"job {number} is submitted: {job.launch.nodes} x {job.ranks} ranks"
+    return "\n".join([told, *follow(job, number)])

@@ -40,12 +40,11 @@ class Pass(NamedTuple):
 
 
 class Computing(NamedTuple):
-    """Seconds of one micro-batch through the model."""
+    """Seconds of one micro-batch through the model; again: of recomputation."""
 
     forward: Pass
     backward: Pass
-    #: Seconds of recomputation.
-    again: float
+    again: Pass
 
 
 def computing(step: StepSizes) -> Computing:
@@ -95,18 +94,21 @@ def head_forward(step: StepSizes) -> Pass:
     return Pass(product, memory=step.rates.moved(size) / 3)
 
 
-def recomputation(step: StepSizes, forward: Pass) -> float:
+def recomputation(step: StepSizes, forward: Pass) -> Pass:
     """Return the seconds of recomputation. forward: of all blocks.
 
     By operator: `StepSizes.repeated` of the products, and all but attention.
     """
     ac = step.run.activation_checkpoint
     if ac.mode == "budget":
-        return (1 - ac.memory_budget) * (forward.memory + forward.products / 2)
+        return Pass(forward.products / 2, memory=forward.memory).times(1 - ac.memory_budget)
     if not step.by_op:
-        return step.recomputed * (sum(forward) - forward.products * step.left_out)
+        kept = forward.products * (1 - step.left_out)
+        return forward._replace(products=kept).times(step.recomputed)
     repeated = step.repeated
-    return forward.products * repeated + forward.memory + forward.casts * repeated
+    return forward._replace(
+        products=forward.products * repeated, attention=0.0, casts=forward.casts * repeated
+    )
 
 
 def launches(step: StepSizes) -> float:
@@ -120,7 +122,7 @@ def update(step: StepSizes) -> float:
     run = step.run
     size = step.owned * update_bytes(run.optimizer, BYTES[run.training.dtype])
     on_host = run.training.enable_cpu_offload
-    moved = size / _HOST_MEMORY if on_host else step.rates.moved(size)
+    moved = size / _HOST_MEMORY if on_host else step.rates.moved(size) / step.rates.gpu.update
     return moved + _orthogonal(step)
 
 

@@ -6,17 +6,20 @@ torch reports.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import ConfigError, Problem, refuse
 from titanlite.models.spec import names_like
 from titanlite.plan.parts import GIB
 from titanlite.utils import counted
 
 if TYPE_CHECKING:
     from titanlite.config.run_sections import Launch
+    from titanlite.config.sections import Training
     from titanlite.run.config import RunConfig
 
 
@@ -30,7 +33,8 @@ class Gpu:
     pattern: str
     #: Bytes that torch reports.
     memory: int
-    #: Peak dense FLOPS of matrix products; float8 is None where there is none.
+    #: Peak dense FLOPS of matrix products; float8 is None where there is none. `HALF_ALONE` have
+    #: those of float16 in place of bfloat16.
     bf16: float
     float8: float | None
     #: Bytes per second: of the memory; to the other GPUs of the machine, and to the host, each per
@@ -38,12 +42,14 @@ class Gpu:
     bandwidth: float
     link: float
     pcie: float
-    #: Share of `bf16` that large products reach under the power limit. Fitted for A100 and H100,
-    #: taken for the others (FORMULAS.md).
+    #: Share of `bf16` that large products reach under the power limit. Fitted for A100, H100 and
+    #: H200, taken for the others (FORMULAS.md).
     sustained: float = 0.597
     #: Share of `bf16` that causal attention kernels reach, counting only the pairs that they
     #: compute.
     attention: float = 0.278
+    #: Bandwidth of an optimizer's update over that of other kernels.
+    update: float = 1.0
 
 
 def _gpu(
@@ -72,13 +78,19 @@ GPUS: dict[str, Gpu] = {
         _gpu("h100-pcie-80g", r"H100[ -]PCIe", 79.1, (756, 1513), (2000, 64, 64)),
         _gpu("h100-80g", r"H100[ -](?:\d+GB HBM3|SXM\d?)", 79.1, (989, 1979), (3350, 450, 64)),
         _gpu("h200-nvl-141g", r"H200[ -]NVL", 139.7, (835, 1671), (4800, 64, 64)),
-        _gpu("h200-141g", r"H200", 139.7, (989, 1979), (4800, 450, 64)),
+        _gpu("h200-141g", r"H200", 139.7, (989, 1979), (4800, 450, 64), 0.693, 0.322),
         _gpu("b200-180g", r"B200", 178.3, (2250, 4500), (8000, 900, 64)),
+        _gpu("b300-288g", r"B300", 267.6, (2250, 4500), (8000, 900, 64)),
         _gpu("l40s-48g", r"L40S", 44.39, (362, 733), (864, 32, 32)),
         _gpu("l4-24g", r"L4", 21.95, (121, 242), (300, 32, 32)),
         _gpu("a10g-24g", r"A10G", 21.98, (70, None), (600, 32, 32), 0.748, 0.557),
+        _gpu("v100-32g", r"V100.*32GB", 31.73, (125, None), (900, 150, 16), 0.748, 0.557),
+        _gpu("v100-16g", r"V100", 15.77, (125, None), (900, 150, 16), 0.748, 0.557),
+        _gpu("t4-16g", r"T4", 14.56, (65, None), (320, 16, 16), 0.748, 0.557),
     )
 }
+#: GPUs whose products have no bfloat16.
+HALF_ALONE = ("v100-32g", "v100-16g", "t4-16g")
 
 
 class Instance(NamedTuple):
@@ -132,17 +144,37 @@ def _graphics(name: str, gpu: str, memory: int, host: int) -> dict[str, Instance
     return found
 
 
+#: Size → GPUs, EFA devices, Gbit/s, GiB of the host.
+_G4DN = {
+    "xlarge": (1, 0, 5, 16),
+    "2xlarge": (1, 0, 10, 32),
+    "4xlarge": (1, 0, 20, 64),
+    "8xlarge": (1, 1, 50, 128),
+    "12xlarge": (4, 1, 50, 192),
+    "16xlarge": (1, 1, 50, 256),
+    "metal": (8, 1, 100, 384),
+}
+
 #: AWS instance types with GPUs, as of 2026, from Amazon's tables of instance types and of EFA.
 INSTANCES: dict[str, Instance] = {
     **_graphics("g5", "A10G", 24, 16),
     **_graphics("g6", "L4", 24, 16),
     **_graphics("g6e", "L40S", 48, 32),
+    **{
+        f"g4dn.{size}": Instance("T4", gpus, 16, efa, network=network, host=host)
+        for size, (gpus, efa, network, host) in _G4DN.items()
+    },
+    "p3.2xlarge": Instance("V100", 1, 16, network=10, host=61),
+    "p3.8xlarge": Instance("V100", 4, 16, network=10, host=244),
+    "p3.16xlarge": Instance("V100", 8, 16, network=25, host=488),
+    "p3dn.24xlarge": Instance("V100", 8, 32, 1, network=100, host=768),
     "p4d.24xlarge": Instance("A100", 8, 40, 4, rdma=True, network=400, host=1152),
     "p4de.24xlarge": Instance("A100", 8, 80, 4, rdma=True, network=400, host=1152),
     "p5.48xlarge": Instance("H100", 8, 80, 32, rdma=True, network=3200, host=2048),
     "p5e.48xlarge": Instance("H200", 8, 141, 32, rdma=True, network=3200, host=2048),
     "p5en.48xlarge": Instance("H200", 8, 141, 16, rdma=True, network=3200, host=2048),
     "p6-b200.48xlarge": Instance("B200", 8, 180, 8, rdma=True, network=3200, host=2048),
+    "p6-b300.48xlarge": Instance("B300", 8, 288, 16, rdma=True, network=6400, host=4096),
 }
 
 #: Network of machines of which AWS has none with the GPU: bytes/s of each GPU, as of 400 Gbit/s.
@@ -161,6 +193,9 @@ class Cluster:
     network: float
     #: AWS instance type; empty: none is named.
     instance: str = ""
+    #: Factor by which steps take longer, and the run that measured it (`--measured`).
+    slower: float = 1.0
+    note: str = ""
 
     @property
     def gpus(self) -> int:
@@ -201,6 +236,15 @@ def peak_flops(device_name: str) -> float | None:
     """Return the peak bf16 FLOPS by CUDA device name; None if unknown, as for a MIG slice."""
     gpu = gpu_of_device(device_name)
     return gpu.bf16 if gpu else None
+
+
+def bfloat16_problems(training: Training, gpu: str) -> Iterator[Problem]:
+    """Yield the keys that ask a GPU for bfloat16, if it has none."""
+    for name in ("mixed_precision_param", "dtype"):
+        if gpu in HALF_ALONE and getattr(training, name) == "bfloat16":
+            message = f"is bfloat16, which a {gpu.partition('-')[0].upper()} does not have"
+            hint = "set it to float32; float16 would need loss scaling, which titanlite has not"
+            yield Problem("does-not-fit", f"training.{name}", message, hint)
 
 
 def find_instance(name: str) -> Instance:
@@ -253,6 +297,7 @@ def cluster_of(
     else:
         kind = find_gpu(gpu or "")
         alike = [one for one in INSTANCES.values() if one.gpu_key == kind.key and one.gpus == 8]
+    refuse(list(bfloat16_problems(run.training, kind.key)))
     size = gpus_per_node or own or DEFAULT_GPUS_PER_NODE
     shares = [one.network / 8 * 1e9 / one.gpus for one in alike]
     network = min(shares, default=DEFAULT_NETWORK) * size
@@ -267,6 +312,18 @@ def cluster_of(
     if total != ranks:
         raise _error("gpus", f"{total} GPUs, but the run has {ranks} ranks")
     return Cluster(kind, size, total // size, network, instance)
+
+
+def local_cluster(run: RunConfig, device_name: str, ranks: int) -> Cluster:
+    """Return machines like this one, or those of `launch.instance_type`. Raises ConfigError.
+
+    ranks: of this machine; more than 8 are several machines.
+    """
+    if run.launch.instance_type:
+        return cluster_of(run)
+    if ranks > DEFAULT_GPUS_PER_NODE:
+        ranks = math.gcd(ranks, DEFAULT_GPUS_PER_NODE)
+    return cluster_of(run, gpu=device_name, gpus_per_node=ranks)
 
 
 def _instance_name(run: RunConfig, gpu: str | None, instance: str | None) -> str:

@@ -20,8 +20,6 @@ class ProductSpeed:
     kinds: Sequence[LinearKind]
     #: First name of a kind → its peak FLOPS, where that is not that of activations.
     peaks: Mapping[str, float] = field(default_factory=dict)
-    #: Products run at another peak than that of bf16, though the MFU is of that.
-    is_below_bf16: bool = False
     #: Sentences for the plan.
     assumptions: Sequence[str] = ()
     #: Eager products save inputs when they are done, so that recomputation runs to the end of a

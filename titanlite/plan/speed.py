@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from titanlite.plan.computing import computing, launches, update
-from titanlite.plan.hardware import Cluster
+from titanlite.plan.hardware import HALF_ALONE, Cluster
 from titanlite.plan.rates import CONSTANTS, Constants, Directions
 from titanlite.plan.step_sizes import StepSizes
 from titanlite.plan.traffic import (
@@ -61,9 +61,7 @@ class Speed:
 ERROR = 0.15
 #: Published rates over predicted ones, least and most, of runs that the fit has not seen: `low` and
 #: `high`.
-UNSEEN = (0.85, 1.22)
-#: The same on an H200 without float8, which was faster than predicted in every such run.
-UNSEEN_H200 = (0.85, 1.41)
+UNSEEN = (0.83, 1.22)
 
 
 def predict(run: RunConfig, cluster: Cluster, constants: Constants = CONSTANTS) -> Speed:
@@ -74,13 +72,15 @@ def predict(run: RunConfig, cluster: Cluster, constants: Constants = CONSTANTS) 
     rate = run.batch.tokens_per_step / seconds / run.mesh.world_size
     flops = run.flops_per_token(step.args, run.batch.seq_len)
     mfu = rate * flops / cluster.gpu.bf16
-    is_h200 = cluster.gpu.key.startswith("h200") and not step.products.is_below_bf16
-    least, most = UNSEEN_H200 if is_h200 else UNSEEN
+    least, most = UNSEEN
     links = f"links {cluster.gpu.link / 1e9:.0f} GB/s"
     if cluster.nodes > 1:
         links += f", network {cluster.network * 8 / 1e9:.0f} Gbit/s for each machine"
-    peak = f"{cluster.gpu.key}: peak {cluster.gpu.bf16 / 1e12:.0f} TFLOPS in bf16, {links}"
+    kind = "fp16" if cluster.gpu.key in HALF_ALONE else "bf16"
+    peak = f"{cluster.gpu.key}: peak {cluster.gpu.bf16 / 1e12:.0f} TFLOPS in {kind}, {links}"
     assumptions = (peak, *step.products.assumptions)
+    if cluster.note:
+        assumptions += (cluster.note,)
     return Speed(rate, rate * least, rate * most, mfu, seconds, parts, assumptions)
 
 
@@ -92,13 +92,13 @@ def _parts(step: StepSizes) -> dict[str, float]:
     work = computing(step)
     for name, forward, backward in zip(_COMPUTED, work.forward, work.backward, strict=True):
         parts[name] = times * (forward + backward)
-    parts["recomputation"] = times * work.again
+    parts["recomputation"] = times * sum(work.again)
     parts["tensor traffic"] = times * tensor_traffic(step)
     for name, seconds in step.traffic.items():
         parts[name] = times * seconds(step)
     beside = Directions(
         share * sum(work.forward) * step.micro_batches,
-        share * (sum(work.backward) + work.again) * step.micro_batches,
+        share * (sum(work.backward) + sum(work.again)) * step.micro_batches,
     )
     parts["sharding traffic"] = sharding_traffic(step, beside)
     parts["host transfers"] = host_transfers(step, beside)
@@ -107,4 +107,4 @@ def _parts(step: StepSizes) -> dict[str, float]:
     idle = step.idle * (busy + parts["launches"])
     parts["pipeline bubble"] = idle / step.micro_batches
     parts["optimizer"] = update(step)
-    return parts
+    return {name: seconds * step.rates.cluster.slower for name, seconds in parts.items()}

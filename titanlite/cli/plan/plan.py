@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from importlib import import_module
+from pathlib import Path
 
 from titanlite import exit_codes
 from titanlite.cli import at_least
@@ -15,6 +16,8 @@ from titanlite.plan.hardware import cluster_of, ranks_of
 from titanlite.plan.plan import make_plan
 from titanlite.plan.text import plan_text
 from titanlite.resolve.load import check_alone, resolve
+from titanlite.runs import PREDICTION
+from titanlite.runs.prediction import keep
 
 
 def add_command(commands: Commands) -> None:
@@ -47,8 +50,15 @@ def add_command(commands: Commands) -> None:
     rank = "rank whose memory is shown (default: the one that needs most)"
     add("--rank", rank, "N", type=at_least(0))
     add("--search", "propose the fastest settings that fit, as a file to lay over the config")
+    add(
+        "--measured",
+        "take the rates that a run measured: its folder (docs/plan.md)",
+        "RUN",
+        type=Path,
+    )
     add("--json", "print the plan as one JSON object; sizes are in GiB, times in seconds")
-    parser.set_defaults(exact=None, search=None, json=None)
+    add("--keep", f"write the plan to {PREDICTION} in job.dump_folder: the run is compared with it")
+    parser.set_defaults(exact=None, search=None, json=None, keep=None)
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
@@ -57,11 +67,15 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     names = {name: getattr(arguments, name) for name in ("gpu", "instance", "gpus", "nodes")}
     config, run = resolve(config, ranks_of(config.sections.launch, **names))
     cluster = cluster_of(run, **names)
+    if arguments.measured:
+        from titanlite.cli.plan.measured import anchored
+
+        cluster = anchored(cluster, arguments.measured)
     if arguments.search:
         from titanlite.cli.plan.search import search
         from titanlite.cli.plan.search_text import search_text
 
-        for name in ("exact", "rank", "json"):
+        for name in ("exact", "rank", "json", "keep"):
             if getattr(arguments, name) is not None:
                 raise bad_flag(f"--{name}", "is not for a search", "plan what it proposes")
         result = search(config, run, cluster)
@@ -79,6 +93,8 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
             from titanlite.cli.plan.search_text import fit_text
 
             text += f"\n\n{fit_text(cheapest_fit(config, run, cluster), cluster)}"
+        if arguments.keep:
+            text += f"\n\nkept: {keep(Path(run.job.dump_folder), plan=plan.as_json())}"
         if arguments.json:
             text = json.dumps(plan.as_json(), indent=2, allow_nan=False)
     return text, exit_codes.DONE if fits else exit_codes.OUT_OF_MEMORY

@@ -32,10 +32,10 @@ from titanlite.cli.plan.settings import (
     meshes,
     remedies,
 )
-from titanlite.config.errors import ConfigError
+from titanlite.config.errors import ConfigError, refuse
 from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
-from titanlite.plan.hardware import Cluster
+from titanlite.plan.hardware import Cluster, bfloat16_problems
 from titanlite.plan.memory import with_vocabulary
 from titanlite.plan.parts import needed_bytes
 from titanlite.plan.plan import formula, host_memory
@@ -187,6 +187,7 @@ class _Search:
             self._found[name] = None
             with suppress(ConfigError):
                 run = resolve(self.config.changed(given), self.cluster.gpus)[1]
+                refuse(list(bfloat16_problems(run.training, self.cluster.gpu.key)))
                 self._found[name] = Candidate(given, run, self.speed(run))
         return self._found[name]
 

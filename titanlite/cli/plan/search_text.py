@@ -61,6 +61,8 @@ def search_text(result: SearchResult, style: Style) -> str:
         )
     table = render(Table(_COLUMNS, rows, left=(3, 5)), style.color)
     table = textwrap.indent(f"{table}\n\n{_otherwise(result, style)}", "# ")
+    if result.cluster.note:
+        table = f"# {result.cluster.note}\n{table}"
     if result.config_is_best:
         return f"{table}\n\n# the config is best as it is: nothing is faster by {LEAST_GAIN:.0%}"
     best = result.ranked[0]

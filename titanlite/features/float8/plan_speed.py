@@ -56,7 +56,6 @@ def float8_speed(section: Float8, step: StepSizes) -> ProductSpeed:
     return ProductSpeed(
         choices,
         {choice.names[0]: peak for choice in converted},
-        is_below_bf16=True,
         assumptions=("the MFU is of the peak in bf16, though products run in float8",),
         saves_inputs_late=True,
         casts=casts,

@@ -97,4 +97,4 @@ class MXFeature(Float8Feature):
             hint = "take another recipe, or name another GPU"
             raise unfit(checks.RECIPE, f"{gpu.key} has no MXFP8", hint)
         note = "products in MXFP8 count as in bf16: their speed was never measured"
-        step.products = replace(step.products, is_below_bf16=True, assumptions=(note,))
+        step.products = replace(step.products, assumptions=(note,))
