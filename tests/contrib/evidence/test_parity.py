@@ -19,9 +19,7 @@ from titanlite.cli.hub.compare_checkpoints import read_transformers
 from titanlite.cli.main import main
 from titanlite.contrib.evidence.parity import DIFFERENT, TOLERANCE
 from titanlite.contrib.evidence.traces import (
-    SMALL,
     compare,
-    limited,
     read_model,
     trace_ours,
     trace_transformers,
@@ -30,7 +28,8 @@ from titanlite.contrib.evidence.traces import (
 from titanlite.models import SPECS
 
 SPEC = SPECS["llama3"]
-ARGS = limited(replace(SPEC.flavors["debugmodel"], vocab_size=256, n_layers=2), SMALL)
+SMALL = {"dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 256, "max_seq_len": 64}
+ARGS = replace(SPEC.flavors["debugmodel"], **SMALL)
 TOKENS = torch.randint(256, (2, 32), generator=torch.Generator())
 
 
@@ -156,6 +155,11 @@ def test_weights_of_another_shape_are_refused(folder, capsys):
     said = capsys.readouterr().err
     assert f"{folder} does not fit the config: " in said
     assert "size mismatch for layers.0.attention.wq.weight" in said
+
+
+def test_a_model_without_a_form_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["parity", "debug_deepseek_v3.toml"]) == 4
+    assert "has no biases of experts: train with" in capsys.readouterr().err
 
 
 #: Python of an environment that has torchtitan 0.2.2.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 from titanlite import exit_codes
 from titanlite.checkpoint.hf_files import holds_weights
 from titanlite.cli.argument_parser import FLAGS, Commands, add_files, files_of, new_command
-from titanlite.models.llama import LlamaArgs
+from titanlite.contrib.evidence.tiny import tiny_copy
 from titanlite.plan.memory import with_vocabulary
 from titanlite.resolve.load import check_config
 
@@ -58,11 +59,14 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from titanlite.cli.hub.export_weights import convert
     from titanlite.contrib.evidence import traces
 
-    run = with_vocabulary(check_config([*files_of(arguments), *arguments.flags], training=False)[1])
+    config, run = check_config([*files_of(arguments), *arguments.flags], training=False)
+    if not arguments.weights:
+        run = tiny_copy(config, 1, "").run
     spec = run.spec
-    args = run.model_args()
-    is_small = not arguments.weights and isinstance(args, LlamaArgs)
-    args = traces.limited(args, traces.SMALL if is_small else traces.NO_LOSS_OF_ROUTERS)
+    args = with_vocabulary(run).model_args()
+    # Without losses of routers both programs have the same one.
+    off = {name: 0.0 for name in ("aux_loss", "z_loss") if name in vars(args)}
+    args = replace(args, **off)
     with tempfile.TemporaryDirectory(prefix="titanlite-parity-") as scratch:
         work = Path(scratch)
         folder = arguments.weights or work / "weights"

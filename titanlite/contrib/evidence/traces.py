@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import subprocess
-from collections.abc import Mapping
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,35 +25,6 @@ from titanlite.models.llama import LlamaArgs
 from titanlite.models.rope_scaling import RopeScaling
 from titanlite.models.spec import ModelSpec
 
-#: Without losses of routers both programs have the same one.
-NO_LOSS_OF_ROUTERS = {"aux_loss": 0.0, "z_loss": 0.0}
-#: The most that arguments may be in a small model. Eight layers have each kind of block; windows
-#: and chunks are shorter than the sequences.
-SMALL = {
-    **NO_LOSS_OF_ROUTERS,
-    "dim": 64,
-    "n_layers": 8,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "head_dim": 16,
-    "query_scalar": 24,
-    "ffn_dim": 96,
-    "multiple_of": 32,
-    "vocab_size": 256,
-    "window": 24,
-    "chunk": 24,
-    "temperature_floor": 20,
-    "n_experts": 8,
-    "top_k": 3,
-    "expert_width": 48,
-    "n_groups": 4,
-    "top_groups": 2,
-    "q_lora_rank": 48,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-}
 #: Arguments that have the same name in torchtitan.
 _SHARED = (
     "dim",
@@ -83,22 +53,21 @@ class Difference(NamedTuple):
     theirs: list[int]
 
 
-def limited(args: Any, limits: Mapping[str, float]) -> Any:
-    """Return a model's arguments with numbers that are at most `limits`."""
-    given = vars(args)
-    return replace(
-        args, **{name: most for name, most in limits.items() if (given.get(name) or 0) > most}
-    )
-
-
 def write_random(spec: ModelSpec, args: Any, folder: Path) -> None:
-    """Write a Hugging Face folder whose every weight is random and large enough to matter."""
+    """Write a Hugging Face folder whose every weight is random and large enough to matter.
+
+    Raises CheckpointError for a model without that form.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    try:
+        config = hf_form(spec, args)[1]
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(read_config(hf_form(spec, args)[1]))
+    model = AutoModelForCausalLM.from_config(read_config(config))
     for tensor in model.state_dict().values():
         noise = torch.randn_like(tensor)
         if tensor.ndim > 1:
