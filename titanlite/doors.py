@@ -1,4 +1,4 @@
-"""What stands beside the core, by name: commands, features and trackers of `titanlite.contrib` and
+"""What stands beside the core, by name: commands, features, exports and trackers of `titanlite.contrib` and
 of other packages.
 
     [project.entry-points."titanlite.commands"]      # in the pyproject.toml of another package
@@ -29,6 +29,9 @@ OURS = {
         "hub": "titanlite.contrib.hub.feature:HubFeature",
         "local_saves": "titanlite.contrib.resilience.feature:LocalSaves",
     },
+    #: Functions of `titanlite.cli.hub.export_weights.Source` that return files to write beside
+    #: weights, by name.
+    "exports": {"statement": "titanlite.contrib.hub.statement:statement_files"},
     "trackers": {
         "wandb": "titanlite.metrics.wandb:WandbTracker",
         "mlflow": "titanlite.contrib.trackers.mlflow:MlflowTracker",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
+from titanlite import doors
 from titanlite.checkpoint.foreign_formats import open_weights
 from titanlite.checkpoint.foreign_weights import on_meta
 from titanlite.checkpoint.hf_files import (
@@ -45,7 +46,6 @@ from titanlite.checkpoint.state_dict import converted, describe
 from titanlite.checkpoint.store_paths import AnyPath
 from titanlite.cli.checkpoint_folders import checkpoint_of
 from titanlite.cli.hub.compare_checkpoints import Contents, compare_ids, compare_logits
-from titanlite.cli.hub.statement import statement_files
 from titanlite.config.trust import Origin, foreign
 from titanlite.data.tokenizer.export_files import hf_files
 from titanlite.features.lora.settings import RECORD
@@ -353,13 +353,15 @@ def _write_hf(
     # The context that the weights came with.
     if source.context:
         config["max_position_embeddings"] = source.context
-    beside = hf_files(source.tokenizer) if source.tokenizer else {}
+    beside = dict(hf_files(source.tokenizer)) if source.tokenizer else {}
     with new_folder(final) as folder:
         files = plan_files(names, entries, dict.fromkeys(names, (0,)), shard_bytes)
         problem = write_files(folder, files, source.read)
         if problem:
             raise CheckpointError(f"{final} cannot be written: {problem}")
-        write_configs(folder, config, files, entries, {**beside, **statement_files(source)})
+        for place in doors.installed("exports").values():
+            beside |= doors.load(place)(source)
+        write_configs(folder, config, files, entries, beside)
         if report is not None:
             report(compare_logits(source.family, source.args, source.read, Path(str(folder))))
             if source.tokenizer:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.hf_files import PEFT_CONFIG
-from titanlite.cli.hub.public_places import last_part, public_place
 from titanlite.config.toml import TOMLDecodeError, loads, quote
+from titanlite.contrib.hub.public_places import last_part, public_place
 from titanlite.contrib.hub.push_source import Weights
 from titanlite.runs.provenance import public_config
 from titanlite.runs.read import TASKS

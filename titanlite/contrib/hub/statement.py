@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.hf_save import as_json
 from titanlite.checkpoint.loaded import WEIGHT
-from titanlite.cli.hub.public_places import public_place
 from titanlite.config import trust
 from titanlite.config.data_sections import DataSource
 from titanlite.config.load import read_text
+from titanlite.contrib.hub.public_places import public_place
 from titanlite.data.mixtures.state import check_mixture, read_state
 from titanlite.data.mixtures.turns import Turns
 from titanlite.features.lora.settings import RECORD

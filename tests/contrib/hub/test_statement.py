@@ -18,8 +18,8 @@ from tests.support.steps import train_rows
 from titanlite import load_config
 from titanlite.assembly.datasets import read_datasets
 from titanlite.cli.hub.export_weights import convert
-from titanlite.cli.hub.statement import sources_of
 from titanlite.config.load import load_file
+from titanlite.contrib.hub.statement import sources_of
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics.energy import EnergyMeter
