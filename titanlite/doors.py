@@ -1,5 +1,5 @@
-"""What stands beside the core, by name: commands, features, exports and trackers of `titanlite.contrib` and
-of other packages.
+"""What stands beside the core, by name: commands, features, exports and trackers of
+`titanlite.contrib` and of other packages.
 
     [project.entry-points."titanlite.commands"]      # in the pyproject.toml of another package
     noise = "gradient_noise.command:add_command"
