@@ -106,7 +106,7 @@ def test_the_first_tensor_of_a_fault_is_named(fault, kind, name, folder, tmp_pat
     assert first_difference(folder, model, tmp_path) == (kind, name)
 
 
-FLAGS = ("debug_model.toml", "--model.overrides.n_layers=2", "--model.vocab_size=256")
+FLAGS = ("debug_model.toml",)
 
 
 def parity(*words: str) -> int:

@@ -96,7 +96,8 @@ def test_tokens_of_sources_hours_and_flops(
     assert found["flops_per_token"] == 6 * weights + 12 * 256 * SEQ
     assert found["flops"] == found["tokens"] * found["flops_per_token"]
     lines = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
-    times = [datetime.fromisoformat(line["time"]).timestamp() for line in lines]
+    ends = [line["time"] for line in lines if line["event"] in ("start", "end")]
+    times = [datetime.fromisoformat(end).timestamp() for end in ends]
     hours = [(times[1] - times[0]) / 3600, (times[3] - times[2]) / 3600]
     assert found["hours"] == pytest.approx(hours)
     assert found["device_hours"] == pytest.approx(2 * sum(hours))
