@@ -191,6 +191,14 @@ def test_a_tiny_copy_has_the_features_of_its_config(
     assert "model.overrides.dim" in found.changes or "model.overrides.hidden_size" in found.changes
 
 
+def test_changes_have_no_secrets() -> None:
+    flags = ["--launch.environment.HF_TOKEN=hf_secret", "--training.dataset_path=s3://a:b@c/d"]
+    config, _ = read(["--job.config_file=debug_model.toml", *flags])
+    found = tiny_copy(config, 4, "/runs").changes
+    assert "launch.environment.HF_TOKEN" in found and "training.dataset_path" in found
+    assert "hf_secret" not in str(found) and "a:b" not in str(found)
+
+
 def test_a_feature_of_gpus_is_named() -> None:
     flags = ["--experimental.enable_async_tensor_parallel", "--training.compile"]
     words = ["--job.config_file=debug_model.toml", "--training.tensor_parallel_degree=2", *flags]
