@@ -20,7 +20,7 @@ def run(*command: str, folder: Path, **variables: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["attention", "features", "memory_plan", "training"])
-def test_gpu_tests_end_at_numbers_alone(nullgpu: Path, name: str) -> None:
+def test_gpu_tests_end_at_numbers_alone(nullgpu, name):
     run(
         "tests/nullgpu/run.sh",
         str(nullgpu),
@@ -32,7 +32,7 @@ def test_gpu_tests_end_at_numbers_alone(nullgpu: Path, name: str) -> None:
     )
 
 
-def test_a_dry_run_goes_through_both_quick_calls(nullgpu: Path, tmp_path: Path) -> None:
+def test_a_dry_run_goes_through_both_quick_calls(nullgpu, tmp_path):
     for part in ("1", "2"):
         words = ("quick", part, "--dry-run", "--budget", "1200", "--out", str(tmp_path))
         run("benchmarks/gpu.sh", *words, folder=nullgpu)
@@ -67,17 +67,13 @@ REPEATABLE = "flash_bwd_dot_do_o_kernelILb0E"
 @pytest.mark.parametrize(
     ("chosen", "kernel"), [("auto", "cudnn_attention"), ("flash", "flash_fwd")]
 )
-def test_a_run_launches_the_kernel_of_attention_that_is_chosen(
-    nullgpu: Path, tmp_path: Path, chosen: str, kernel: str
-) -> None:
+def test_a_run_launches_the_kernel_of_attention_that_is_chosen(nullgpu, tmp_path, chosen, kernel):
     """On Hopper torch itself would put cuDNN first, at the first call."""
     flag = f"--training.attention_kernel={chosen}"
     assert kernels_of_attention(nullgpu, tmp_path, flag) == {kernel}
 
 
-def test_a_deterministic_run_takes_kernels_that_repeat_to_the_bit(
-    nullgpu: Path, tmp_path: Path
-) -> None:
+def test_a_deterministic_run_takes_kernels_that_repeat_to_the_bit(nullgpu, tmp_path):
     """torch refuses cuDNN's attention then. The variable is cuBLAS'."""
     own = tmp_path / "own.py"
     own.write_text(SETTINGS)
