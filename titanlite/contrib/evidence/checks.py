@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,6 @@ from titanlite.cli.hub.compare_checkpoints import our_logits
 from titanlite.config.dataset_registry import BUNDLED_IDS
 from titanlite.contrib.evidence.bench import Bench, RunFailed
 from titanlite.contrib.evidence.facts import (
-    Distance,
     Facts,
     as_bytes,
     distance,
@@ -77,11 +76,11 @@ class Skipped(Exception):
 
 
 def made(name: str, claim: str, do: Callable[[Check], bool], is_control: bool = False) -> Check:
-    """Make a check. do: fills in its figures, and returns whether it holds."""
+    """Make a check. do: fills in its figures; returns whether they are the same."""
     check = Check(name, claim, is_control)
     began = time.perf_counter()
     try:
-        states = (MISSED, FOUND) if is_control else (FAILS, HOLDS)
+        states = (FOUND, MISSED) if is_control else (FAILS, HOLDS)
         check.state = states[do(check)]
     except (RunFailed, CheckpointError) as error:
         check.state = NOT_RUN if error.exit_code == exit_codes.CONFIG else FAILS
@@ -98,68 +97,9 @@ class Proof:
     def __init__(self, bench: Bench, run: RunConfig) -> None:
         self._bench = bench
         self._run = run
-        self._reference = bench.folder / "reference"
-        #: By the name of the check: both sides.
-        self._sides: dict[str, tuple[Facts, Facts]] = {}
-
-    def checks(self) -> Iterator[Check]:
-        """Yield each check when it is done. Raises RunFailed for a config that does not train."""
-        bench, bits = self._bench, self._bits
-        if self._run.lora.rank:
-            bench.train("base", _SEED, *_BASE, *_ALONE, ranks=1)
-        bench.train("reference")
-        again = "The same command computes the same bits."
-        yield bits("repeat", again, partial(bench.killed, "killed", HALF), 0)
-        killed = "Killed at once and started again, a run ends with the same bits."
-        yield bits("kill", killed, partial(bench.train, "killed"), 0)
-        yield bits("resume", "From a checkpoint, a run ends with the same bits.", self._continued)
-        faults = {
-            "moment": ("A flipped bit in the optimizer's state", flips("optimizer.", 2)),
-            "generator": ("A generator of another seed", other_generator),
-            "weight": ("A stale weight", stale(self._bench.saved("reference", HALF - 1))),
-        }
-        for name, (claim, fault) in faults.items():
-            yield bits(name, claim, partial(self._continued, fault=fault), is_control=True)
-        skip = partial(self._continued, flags=[f"--data.skip_steps={HALF + 1}"])
-        yield bits("batch", "A skipped batch", skip, is_control=True)
-        rounding = "The tolerance of layouts is less than a skipped batch."
-        yield made("rounding", rounding, self._rounding, is_control=True)
-        yield made("layout", "One rank computes the same without parallelism.", self._layout)
-        yield made("ranks", "Another number of ranks goes on with the same data.", self._ranks)
-        yield made("evaluation", "`titanlite eval` finds the run's own loss.", self._evaluation)
-        yield made("export", "Exported weights have the same logits.", self._export)
-
-    def _bits(
-        self,
-        name: str,
-        claim: str,
-        train: Callable[..., Path],
-        after: int = HALF,
-        is_control: bool = False,
-    ) -> Check:
-        def do(check: Check) -> bool:
-            run = train() if after == 0 else train(name)
-            last = find(run / "checkpoint").valid(run).step
-            sides = self._sides[name] = self._facts(after, last), facts_of(run, after, last)
-            one, other = map(hashes, sides)
-            check.left, check.right = _short(one), _short(other)
-            found = [key for key in {**one, **other} if one.get(key) != other.get(key)]
-            check.note = f"{len(found)} of {len(one)} figures, batches and tensors differ"
-            check.note += "".join(f", {key}" for key in dict.fromkeys([*found[:1], *found[-1:]]))
-            return bool(found) == is_control
-
-        return made(name, claim, do, is_control)
-
-    def _facts(self, after: int, last: int = STEPS) -> Facts:
-        return facts_of(self._reference, after, last)
-
-    def _continued(
-        self, name: str, fault: Fault | None = None, flags: Sequence[str] = (), ranks: int = 0
-    ) -> Path:
-        folder = self._bench.copied("reference", HALF, name)
-        if fault and not inject(folder, fault):
-            raise Skipped(IDLE, "the checkpoint holds no such tensor")
-        return self._bench.train(name, *flags, ranks=ranks)
+        self._alone: Facts = {}
+        #: Of layouts, and the distance of a run that skips a batch; nan: not known.
+        self._tolerance = self._skipped = math.nan
 
     def about(self) -> dict[str, str]:
         """Return ranks, and hashes of the config, the data, the tokenizer and the model."""
@@ -167,67 +107,114 @@ class Proof:
         config = digest_of(self._bench.config.read_bytes())
         return {"ranks": str(self._bench.ranks), "config": config, **manifest.fingerprints}
 
+    def checks(self) -> Iterator[Check]:
+        """Yield each check when it is done. Raises RunFailed for a config that does not train."""
+        bench = self._bench
+        if self._run.lora.rank:
+            bench.train("base", _SEED, *_BASE, *_ALONE, ranks=1)
+        bench.train("reference")
+        again = "The same command computes the same bits."
+        yield made("repeat", again, lambda it: self._same(it, bench.killed("killed", HALF), 0))
+        killed = "Killed at once and started again, a run ends with the same bits."
+        yield made("kill", killed, lambda it: self._same(it, bench.train("killed"), 0))
+        yield made("resume", "From a checkpoint, a run ends with the same bits.", self._go_on)
+        moment = partial(self._go_on, fault=flips("optimizer.", 2))
+        yield made("moment", "A flipped bit in the optimizer's state", moment, True)
+        generator = partial(self._go_on, fault=other_generator)
+        yield made("generator", "A generator of another seed", generator, True)
+        weight = partial(self._go_on, fault=stale(bench.saved("reference", HALF - 1)))
+        yield made("weight", "A stale weight", weight, True)
+        yield made("batch", "A skipped batch", self._skip, True)
+        rounding = "The tolerance of layouts is less than a skipped batch."
+        yield made("rounding", rounding, self._rounding, True)
+        yield made("layout", "One rank computes the same without parallelism.", self._layout)
+        yield made("ranks", "Another number of ranks goes on with the same data.", self._ranks)
+        yield made("evaluation", "`titanlite eval` finds the run's own loss.", self._evaluation)
+        yield made("export", "Exported weights have the same logits.", self._export)
+
+    def _facts(self, name: str, after: int = HALF, last: int = STEPS) -> Facts:
+        return facts_of(self._bench.folder / name, after, last)
+
+    def _continued(
+        self, name: str, flags: Sequence[str] = (), fault: Fault | None = None, ranks: int = 0
+    ) -> Path:
+        folder = self._bench.copied("reference", HALF, name)
+        if fault and not inject(folder, fault):
+            raise Skipped(IDLE, "the checkpoint holds no such tensor")
+        return self._bench.train(name, *flags, ranks=ranks)
+
+    # Bit for bit
+
+    def _same(self, check: Check, run: Path, after: int = HALF) -> bool:
+        last = find(run / "checkpoint").valid(run).step
+        one = hashes(self._facts("reference", after, last))
+        other = hashes(facts_of(run, after, last))
+        check.left, check.right = _short(one), _short(other)
+        found = [key for key in {**one, **other} if one.get(key) != other.get(key)]
+        check.note = f"{len(found)} of {len(one)} figures, batches and tensors differ"
+        check.note += "".join(f", {key}" for key in dict.fromkeys([*found[:1], *found[-1:]]))
+        return not found
+
+    def _go_on(self, check: Check, fault: Fault | None = None) -> bool:
+        return self._same(check, self._continued(check.name, fault=fault))
+
+    def _skip(self, check: Check) -> bool:
+        run = self._continued(check.name, [f"--data.skip_steps={HALF + 1}"])
+        self._skipped = distance(self._facts("reference"), self._facts(check.name))
+        return self._same(check, run)
+
     # To rounding
 
     def _rounding(self, check: Check) -> bool:
         bench = self._bench
         flags = list(_ALONE)
-        alone = bench.train("alone", *flags, ranks=1) if bench.ranks > 1 else self._reference
+        if bench.ranks > 1:
+            bench.train("alone", *flags, ranks=1)
+        self._alone = self._facts("alone" if bench.ranks > 1 else "reference", 0)
         if self._run.lora.rank:
             folder = bench.copied("base", 0, "rounded")
             flags.append(f"--checkpoint.initial_load_path={folder}")
         else:
-            bench.train("rounding", *flags, _SEED, ranks=1)
-            folder = bench.saved("rounding", 0)
+            bench.train(check.name, *flags, _SEED, ranks=1)
+            folder = bench.saved(check.name, 0)
         mesh = self._run.mesh
         # Only these add parts of products in the precision of the forward pass.
         adds = mesh.tensor * mesh.context * mesh.expert > 1
         size = 2 if adds and self._run.training.mixed_precision_param == "bfloat16" else 4
         inject(folder, flips(WEIGHT, size, every=True), everywhere=True)
-        run = bench.train("rounding", *flags, ranks=1)
-        self._sides["rounding"] = facts_of(alone, 0, STEPS), facts_of(run, 0, STEPS)
-        limits = self._limits()
-        fault = self._distance("batch")
-        check.left, check.right = str(limits), str(fault)
-        return limits.is_within(fault)
-
-    def _limits(self) -> Distance:
-        found = self._distance("rounding")
-        return Distance(*(FACTOR * max(gap, _LAST_BIT) for gap in found))
-
-    def _distance(self, name: str) -> Distance:
-        if name not in self._sides:
-            raise Skipped(NOT_RUN, f"{name} has no figures")
-        return distance(*self._sides[name])
+        bench.train(check.name, *flags, ranks=1)
+        rounding = distance(self._alone, self._facts(check.name, 0))
+        self._tolerance = FACTOR * max(rounding, _LAST_BIT)
+        check.left, check.right = f"{self._tolerance:.1e}", f"{self._skipped:.1e}"
+        return not self._tolerance < self._skipped
 
     def _close(self, check: Check, one: Facts, other: Facts) -> bool:
-        limits = self._limits()
         found = distance(one, other)
-        check.left, check.right = str(found), f"at most {limits}"
+        check.left, check.right = f"{found:.1e}", f"at most {self._tolerance:.1e}"
         batches = [name for name in one if "batch" in name and one[name] != other[name]]
         check.note = f"{len(batches)} batches differ"
-        return found.is_within(limits) and not batches
+        return found <= self._tolerance and not batches
 
     def _layout(self, check: Check) -> bool:
         if self._bench.ranks == 1:
             raise Skipped(IDLE, "the copy has one rank")
-        return self._close(check, self._sides["rounding"][0], self._facts(0))
+        return self._close(check, self._alone, self._facts("reference", 0))
 
     def _ranks(self, check: Check) -> bool:
         if self._bench.ranks == 1:
-            run = self._continued("ranks", flags=[_TWO], ranks=2)
+            self._continued(check.name, [_TWO], ranks=2)
         else:
-            run = self._continued("ranks", flags=_ALONE, ranks=1)
-        return self._close(check, self._facts(HALF), facts_of(run, HALF, STEPS))
+            self._continued(check.name, _ALONE, ranks=1)
+        return self._close(check, self._facts("reference"), self._facts(check.name))
 
     # The weights elsewhere
 
     def _evaluation(self, check: Check) -> bool:
         words = ["eval", str(self._bench.saved("reference", STEPS)), "--json"]
-        output = self._bench.finish("evaluation", words)
-        found = json.loads(re.findall(r"^{.*^}", output, re.DOTALL | re.MULTILINE)[0])
-        inside = self._facts(0)[f"validation_loss of step {STEPS}"]
-        check.left, check.right = str(inside), str(found["loss"])
+        output = self._bench.finish(check.name, words)
+        found = json.loads(output[output.index("{") : output.rindex("}") + 1])
+        check.left = str(self._facts("reference")[f"validation_loss of step {STEPS}"])
+        check.right = str(found["loss"])
         return check.left == check.right
 
     def _export(self, check: Check) -> bool:
@@ -240,7 +227,7 @@ class Proof:
             raise Skipped(IDLE, str(error)) from None
         saved = self._bench.saved("reference", STEPS)
         lines: list[str] = []
-        target = convert(saved, self._bench.folder / "export", "hf", report=lines.append)
+        target = convert(saved, self._bench.folder / check.name, "hf", report=lines.append)
         shown = []
         for source in map(open_source, (saved, target)):
             logits = our_logits(source.family, source.args, source.read, torch.arange(64)[None])

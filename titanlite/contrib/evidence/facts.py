@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -53,28 +53,12 @@ def hashes(facts: Facts) -> dict[str, Any]:
     return plain
 
 
-class Distance(NamedTuple):
-    """How far the numbers of two runs are from each other."""
-
-    #: Largest relative difference of a step's loss.
-    loss: float
-    #: Largest relative distance of a weight or moment, as vectors.
-    tensors: float
-
-    def is_within(self, other: Distance) -> bool:
-        return self.loss <= other.loss and self.tensors <= other.tensors
-
-    def __str__(self) -> str:
-        return f"loss {self.loss:.1e}, tensors {self.tensors:.1e}"
-
-
-def distance(one: Facts, other: Facts) -> Distance:
-    """Return how far two runs of the same steps are from each other."""
-    found = [0.0, 0.0]
+def distance(one: Facts, other: Facts) -> float:
+    """Return the largest relative difference of a loss, weight or moment, as vectors."""
+    found = 0.0
     for name, value in one.items():
-        is_tensor = isinstance(value, torch.Tensor)
-        if name.startswith("loss") or (is_tensor and value.is_floating_point()):
+        is_number = isinstance(value, torch.Tensor) and value.is_floating_point()
+        if is_number or name.startswith("loss"):
             a, b = (torch.as_tensor(side[name]).double() for side in (one, other))
-            gap = (a - b).norm() / a.norm().clamp(min=1e-30)
-            found[is_tensor] = max(found[is_tensor], gap.item())
-    return Distance(*found)
+            found = max(found, ((a - b).norm() / a.norm().clamp(min=1e-30)).item())
+    return found

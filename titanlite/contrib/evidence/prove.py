@@ -66,7 +66,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         raise bad_flag("CONFIG", "no file is given", "`titanlite prove debug_model.toml`")
     config, problems = read(words)
     refuse(problems)
-    from titanlite.contrib.evidence.bench import Bench
+    from titanlite.contrib.evidence.bench import CONSOLE, Bench
     from titanlite.contrib.evidence.checks import Proof
     from titanlite.contrib.evidence.tiny import RANKS, tiny_copy
 
@@ -82,6 +82,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         environment = training_environment("cuda" if ranks <= gpus else "cpu")
         if ranks > gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ""
+        tell(f"{ranks} ranks; output of the runs: {runs}/*/{CONSOLE}")
         proof = Proof(Bench(runs, runs / "config.toml", ranks, environment), tiny.run)
         text, code = report(folder, own.name, proof.checks(), proof.about, tiny)
         if code == exit_codes.DONE and not arguments.keep:

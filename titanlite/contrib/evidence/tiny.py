@@ -138,7 +138,7 @@ def tiny_copy(config: LoadedConfig, most: int, folder: str, gpus: int = 0) -> Ti
     small = small.changed(_ON_CPU if ranks > gpus else {"debug.deterministic": True})
     small, run = resolve(small.changed(_batch(derive(small, ranks))), ranks)
     left_out = {feature.key for feature in whole.features.on}
-    left_out -= {feature.key for feature in run.features.on}
+    left_out -= {"eval.tasks", "checkpoint.hub", *(feature.key for feature in run.features.on)}
     return TinyCopy(small, run, config_changes(config.to_toml(), small.to_toml()), left_out)
 
 
