@@ -67,14 +67,14 @@ def titanlite_stream(shards: list[Path], tokenizer: Path) -> Iterator[Any]:
 
     from titanlite.config.data_sections import Data
     from titanlite.config.sections import Training
-    from titanlite.data.dataset_builder import build_dataset
+    from titanlite.data.dataset_builder import TextReader
     from titanlite.data.tokenizer import load_tokenizer
 
     ours = load_tokenizer(str(tokenizer))
     yield np.empty(0, np.int64)
     data = Data(streaming=True, shuffle=False, lanes=1, num_workers=0)
     training = Training(dataset_path=str(shards[0].parent), seq_len=SEQ_LEN)
-    rows = build_dataset(training, data, ours, ours.vocab_size)
+    rows = TextReader(data, ours, ours.vocab_size).train(training)
     number = 0
     while not number or rows.state_dict()["cursors"][0][2] == 0:  # the lane's epoch
         yield rows.sequence(number).tokens

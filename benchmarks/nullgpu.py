@@ -83,6 +83,7 @@ Settings are below the table.
   on published runs, whose errors are within {error:.0%} (docs/plan.md). Model FLOPs over the peak in bf16.
 - **log**: the same from the log of kernels (see the end). "–": not counted, or a pipeline's bubbles, updates on the
   host or places of groups are not in rank 0's log, which has no sizes of experts' products either.
+- Rows of one H200 are those of `benchmarks/gpu.sh quick`: bf16, the reference of the gradients, float8, the rival, Kahan.
 - An all-to-all of 8 ranks counts as 8 sends and 8 receives. Experts' rows are even.
 
 | run | ranks | kernels | NCCL | exposed | waits | pageable | malloc | host | peak | reserved | plan | products | MFU | log |
@@ -274,7 +275,7 @@ def write_page() -> None:
     rows += [row(name, Case(), found) for name, found in theirs.items() if name in TORCHTITAN]
     points = [point_row(point, theirs[name]) for name, point in PUBLISHED.items() if name in theirs]
     flags = {
-        name: f"{case.config}.toml, {case.gpu}: {case.flags}"
+        name: f"{Path(case.config).name}.toml, {case.gpu}: {case.flags}"
         for name, case in CASES.items()
         if name in own
     }

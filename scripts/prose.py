@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Count long sentences in the docs, docstrings, comments and messages, and print the longest.
 
-usage: python scripts/prose.py [REPOSITORY] [--worst N]
+usage: python scripts/prose.py [FILE ...] [--worst N]
 
 A sentence has at most 25 words; `LIMITS` says how many may have more. A test holds the shares.
 Code, tables, addresses of links and headings are no sentences. Pages of `LEFT_OUT` are not counted.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import os
 import re
 import tokenize
 from collections.abc import Iterator
@@ -44,10 +45,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("repository", nargs="?", type=Path, default=Path("."))
+    parser.add_argument("files", nargs="*", help="pages and Python files (default: all)")
     parser.add_argument("--worst", type=int, default=15, help="sentences to print of each kind")
     given = parser.parse_args()
-    found = sentences_of(given.repository.resolve())
+    root = Path(__file__).resolve().parents[1]
+    files = {os.path.relpath(file, root) for file in given.files}
+    found = [one for one in sentences_of(root) if not files or one.place in files]
     for kind, limit in LIMITS.items():
         own = [sentence for sentence in found if sentence.kind == kind]
         long = [sentence for sentence in own if sentence.words > MOST_WORDS]

@@ -41,9 +41,19 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all is imported
 
 
-#: What titanlite says of a torch that is too old for something.
-_TOO_OLD = re.compile(r"[^\n:]* needs torch [\d.]+ or later")
+#: What titanlite, or torch itself, says of a torch that is too old for something.
+_TOO_OLD = re.compile(
+    r"[^\n:]* needs torch [\d.]+ or later|_scaled_mm only supports per-tensor scaling for CPU"
+)
 _IS_NEW = tuple(map(int, version("torch").split(".")[:2])) >= (2, 13)
+
+
+def pytest_report_teststatus(report: Any) -> tuple[str, str, str] | None:
+    """Name what fails at once, and not at the end alone."""
+    if not report.failed:
+        return None
+    kind = "failed" if report.when == "call" else "error"
+    return kind, f"{kind[0].upper()}\n{report.nodeid}\n", kind.upper()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -14,7 +14,6 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.support.pool import Pools
 from tests.support.processes import ROOT, python
 from titanlite.config.dotted_paths import resolve
 from titanlite.dist.dist_env import DistEnv
@@ -88,9 +87,7 @@ def losses(site: Path, dump: Path, *flags: str) -> tuple[list[float], str]:
 
 
 @pytest.mark.slow
-def test_the_feature_of_the_page_trains_and_is_not_there_when_it_is_off(
-    site: Path, tmp_path: Path
-) -> None:
+def test_the_feature_of_the_page_trains_and_is_not_there_when_it_is_off(site, tmp_path):
     off, _ = losses(site, tmp_path / "off", "--gradient_noise.variance=0")
     on, report = losses(site, tmp_path / "on", "--metrics.trackers=lines")
     # The noise comes with the first update, so the first loss is without it.
@@ -116,9 +113,7 @@ def _noise(world: DistEnv, site: Path, seed: int) -> Any:
     return model.weight.grad.full_tensor().numpy()
 
 
-def test_the_variance_is_that_of_the_paper_and_the_noise_the_same_on_any_ranks(
-    site: Path, pool: Pools
-) -> None:
+def test_the_variance_is_that_of_the_paper_and_the_noise_the_same_on_any_ranks(site, pool):
     done = run(site, "noise", "noise.toml")
     assert float(done.stdout.split()[1]) == pytest.approx((0.01 / 3**0.55) ** 0.5, rel=1e-3)
     (alone,) = pool(1).run(_noise, site, 0)
@@ -127,7 +122,7 @@ def test_the_variance_is_that_of_the_paper_and_the_noise_the_same_on_any_ranks(
     assert (pool(1).run(_noise, site, 1)[0] != alone).any()
 
 
-def test_its_keys_are_explained_and_wrong_values_are_refused(site: Path) -> None:
+def test_its_keys_are_explained_and_wrong_values_are_refused(site):
     done = run(site, "config", "explain", "gradient_noise.variance")
     assert "Variance of the noise at the first step" in done.stdout
     assert "a number >= 0" in done.stdout
@@ -145,7 +140,7 @@ def test_its_keys_are_explained_and_wrong_values_are_refused(site: Path) -> None
     assert "[gradient_noise]: unknown section" in done.stderr, "without the package"
 
 
-def test_a_package_that_cannot_be_imported_harms_what_names_it_alone(tmp_path: Path) -> None:
+def test_a_package_that_cannot_be_imported_harms_what_names_it_alone(tmp_path):
     """Also one whose command has the name of a command of the core."""
     (tmp_path / "broken.py").write_text("import there_is_no_such_module\n")
     (tmp_path / "broken-1.dist-info").mkdir()

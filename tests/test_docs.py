@@ -51,7 +51,7 @@ def _anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_link_leads_somewhere(page):
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", _prose(page)):
         if re.match(r"https?://|mailto:", target):
@@ -63,7 +63,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert not broken, f"{page.relative_to(ROOT)}: {broken}"
 
 
-def test_the_index_lists_every_page() -> None:
+def test_the_index_lists_every_page():
     listed = re.findall(
         r"^- \[[^]]+\]\(([a-z0-9-]+\.md)\): \S", (DOCS / "README.md").read_text(), re.MULTILINE
     )
@@ -73,7 +73,7 @@ def test_the_index_lists_every_page() -> None:
 
 
 @pytest.mark.slow
-def test_messages_in_troubleshooting_are_in_the_code() -> None:
+def test_messages_in_troubleshooting_are_in_the_code():
     """The first column of the tables of messages has them in backticks, `…` where a name or a
     number stands.
     """
@@ -104,7 +104,7 @@ def test_messages_in_troubleshooting_are_in_the_code() -> None:
     assert not unknown
 
 
-def test_modules_that_a_room_names_are_there() -> None:
+def test_modules_that_a_room_names_are_there():
     """The first lines of a folder's `__init__.py` say what is inside."""
     rooms = [path.parent for path in (ROOT / "titanlite").glob("*/__init__.py")]
     named = 0
@@ -116,7 +116,7 @@ def test_modules_that_a_room_names_are_there() -> None:
     assert named > 50
 
 
-def test_files_and_names_in_architecture_are_there() -> None:
+def test_files_and_names_in_architecture_are_there():
     page = (DOCS / "architecture.md").read_text()
     folders = (
         "titanlite",
@@ -147,7 +147,7 @@ def test_files_and_names_in_architecture_are_there() -> None:
     assert not [word for word in words if not re.search(rf"\b{word}\b", code)]
 
 
-def test_names_that_the_pages_import_are_there() -> None:
+def test_names_that_the_pages_import_are_there():
     text = "\n".join(page.read_text() for page in PAGES if page.name not in OWN_NAMES)
     one_line = r"([^(\n]+)$"
     in_brackets = r"\(([^)]+)\)$"
@@ -171,7 +171,7 @@ def test_names_that_the_pages_import_are_there() -> None:
         resolve(path)
 
 
-def test_every_failure_that_is_survived_has_a_test_as_its_proof() -> None:
+def test_every_failure_that_is_survived_has_a_test_as_its_proof():
     text = (ROOT / "tests" / "failures" / "README.md").read_text()
     rows = re.findall(r"^\| (\d+) \|.*$", text, re.MULTILINE)
     proofs = re.findall(r"`([a-z_/]+\.py)::(test_\w+)`", text)
@@ -181,7 +181,7 @@ def test_every_failure_that_is_survived_has_a_test_as_its_proof() -> None:
         assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(), f"{file} has no {name}"
 
 
-def test_the_readme_is_short_and_its_numbers_are_true() -> None:
+def test_the_readme_is_short_and_its_numbers_are_true():
     text = (ROOT / "README.md").read_text()
     assert text.count("\n") <= 130
     words = re.sub(r"\]\([^)]*\)", "]", text).replace("|", " ").split()
@@ -192,6 +192,6 @@ def test_the_readme_is_short_and_its_numbers_are_true() -> None:
     assert int(stated[1]) == sum(len(file.read_text().splitlines()) for file in files)
 
 
-def test_the_badges_are_up_to_date() -> None:
+def test_the_badges_are_up_to_date():
     done = python("scripts/badges.py", "--check", cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr

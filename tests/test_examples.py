@@ -30,7 +30,8 @@ from titanlite.config.own_functions import load_functions
 from titanlite.dist import ParallelismError
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import ShapeError, get_spec, resolve_args
-from titanlite.models.args import as_record, from_record
+from titanlite.models.args import as_record
+from titanlite.models.recorded_args import from_record
 from titanlite.resolve.load import check_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,9 +105,7 @@ def straight(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Watch:
 
 
 @pytest.mark.slow
-def test_all_examples_together_resume_to_the_last_bit(
-    pool: Pools, straight: Watch, tmp_path: Path
-) -> None:
+def test_all_examples_together_resume_to_the_last_bit(pool, straight, tmp_path):
     first = pool(2).run(_run, str(tmp_path), "--training.steps=3", "--lr_scheduler.total_steps=6")[
         0
     ]
@@ -123,7 +122,7 @@ def test_all_examples_together_resume_to_the_last_bit(
     assert "model" in pool(1).run(_refused, str(tmp_path), "--training.steps=8", *LLAMA)[0]
 
 
-def test_groups_keep_their_ratio_to_the_rate_that_is_logged(straight: Watch) -> None:
+def test_groups_keep_their_ratio_to_the_rate_that_is_logged(straight):
     assert straight.texts == len(list((ROOT / "docs").glob("*.md"))), "the function's text"
     assert straight.scales == [1.0, 1.0, pytest.approx(0.2, rel=1e-12)]
     assert straight.decays == [0.1, 0.0, 0.1]
@@ -132,7 +131,7 @@ def test_groups_keep_their_ratio_to_the_rate_that_is_logged(straight: Watch) -> 
     assert straight.rates == [[rate, rate, rate * straight.scales[2]] for rate in rates]
 
 
-def test_the_model_is_sharded_by_block_and_drawn_by_its_rule(straight: Watch) -> None:
+def test_the_model_is_sharded_by_block_and_drawn_by_its_rule(straight):
     assert straight.wrapped == ["", "blocks.0", "blocks.1"]
     assert straight.sharded
     spec = get_spec(MODEL)
@@ -149,7 +148,7 @@ def test_the_model_is_sharded_by_block_and_drawn_by_its_rule(straight: Watch) ->
 
 
 @pytest.mark.slow
-def test_the_loss_has_its_penalty(pool: Pools, straight: Watch, tmp_path: Path) -> None:
+def test_the_loss_has_its_penalty(pool, straight, tmp_path):
     torch.manual_seed(0)
     logits = torch.randn(12, 96)
     labels = torch.randint(96, (12,))
@@ -188,8 +187,8 @@ EXACT = (
     ],
 )
 def test_features_work_on_a_model_and_a_loss_of_ones_own(
-    pool: Pools, straight: Watch, tmp_path: Path, flags: str, tolerance: float
-) -> None:
+    pool, straight, tmp_path, flags, tolerance
+):
     words = ["--training.steps=2", "--lr_scheduler.total_steps=6", *flags.split()]
     rows = pool(2).run(_run, str(tmp_path), *words)[0].rows
     wanted = [row[1] for row in straight.rows[:2]]
@@ -210,9 +209,7 @@ def plain(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Watch:
 @pytest.mark.parametrize(
     "degree", ["training.tensor_parallel_degree", "experimental.pipeline_parallel_degree"]
 )
-def test_loss_optimizer_and_text_work_with_other_parallelisms(
-    pool: Pools, plain: Watch, tmp_path: Path, degree: str
-) -> None:
+def test_loss_optimizer_and_text_work_with_other_parallelisms(pool, plain, tmp_path, degree):
     flags = [f"--{degree}=2", "--training.batch_size=4"]
     for rank in pool(2).run(_run, str(tmp_path), *TWO_STEPS, *flags):
         wanted = [row[1] for row in plain.rows]
@@ -233,9 +230,7 @@ def test_loss_optimizer_and_text_work_with_other_parallelisms(
         ("training.dataset_path=.", "excludes training.dataset"),
     ],
 )
-def test_config_check_names_what_is_not_offered_or_not_there(
-    monkeypatch: pytest.MonkeyPatch, flag: str, words: str
-) -> None:
+def test_config_check_names_what_is_not_offered_or_not_there(monkeypatch, flag, words):
     monkeypatch.chdir(EXAMPLES)
     problem = refusal([f"--job.config_file={CONFIG}", f"--{flag}"], 2)
     assert problem.key == flag.partition("=")[0]
@@ -243,7 +238,7 @@ def test_config_check_names_what_is_not_offered_or_not_there(
     assert problem.where
 
 
-def test_functions_of_another_kind_are_refused_before_any_work(tmp_path: Path) -> None:
+def test_functions_of_another_kind_are_refused_before_any_work(tmp_path):
     (tmp_path / "mine.py").write_text(
         "loss = 7\ndef adamw(parameters): ...\ndef broken(): ...\n1 / 0\n"
     )
@@ -265,7 +260,7 @@ def test_functions_of_another_kind_are_refused_before_any_work(tmp_path: Path) -
     assert "(parameters, settings, device)" in optimizer
 
 
-def test_a_model_of_ones_own_is_recorded_and_has_no_hugging_face_form() -> None:
+def test_a_model_of_ones_own_is_recorded_and_has_no_hugging_face_form():
     args = resolve_args(MODEL, "tiny", {"n_layers": 3}, vocab_size=64, max_seq_len=16)
     assert from_record(json.loads(json.dumps(as_record(MODEL, args)))) == (MODEL, args)
     with pytest.raises(ShapeError, match="dim, n_layers is missing"):
@@ -280,15 +275,15 @@ def _misfit(world: DistEnv, folder: str, *flags: str) -> str:
     return str(caught.value)
 
 
-def test_a_loop_refuses_what_a_run_refuses(pool: Pools, tmp_path: Path) -> None:
+def test_a_loop_refuses_what_a_run_refuses(pool, tmp_path):
     group = "--optimizer.groups=[{pattern='no_such', lr=1e-4}]"
     said = pool(1).run(_misfit, str(tmp_path), "--optimizer.name=AdamW", group)[0]
     assert "'no_such' is found in no parameter's name" in said
 
 
-def test_a_state_that_is_no_tensor_is_refused_by_name() -> None:
+def test_a_state_that_is_no_tensor_is_refused_by_name():
     class Counting(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure=None):
             for p in self.param_groups[0]["params"]:
                 self.state[p]["count"] = 1
 
@@ -300,7 +295,7 @@ def test_a_state_that_is_no_tensor_is_refused_by_name() -> None:
 # The page
 
 
-def test_the_code_of_the_page_is_that_of_the_examples() -> None:
+def test_the_code_of_the_page_is_that_of_the_examples():
     page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
     shown = re.findall(r"<!-- (examples/\w+\.py) -->\n```python\n(.*?)```", page, re.DOTALL)
     assert {name for name, _ in shown} >= {
@@ -312,7 +307,7 @@ def test_the_code_of_the_page_is_that_of_the_examples() -> None:
             assert piece.strip("\n") in source, f"{name}: {piece.splitlines()[0]}"
 
 
-def test_a_page_names_each_example() -> None:
+def test_a_page_names_each_example():
     pages = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "docs").rglob("*.md"))
     files = [file.name for file in EXAMPLES.iterdir() if file.suffix in (".py", ".toml", ".ipynb")]
     assert len(files) > 7
@@ -347,7 +342,7 @@ def _plain_loop(file: str) -> tuple[list[float], dict[str, Tensor]]:
     return losses, dict(model.named_parameters())
 
 
-def test_the_loop_of_the_page_trains_as_plain_torch_does(pool: Pools, tmp_path: Path) -> None:
+def test_the_loop_of_the_page_trains_as_plain_torch_does(pool, tmp_path):
     page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
     file = tmp_path / "my_loop.py"
     file.write_text(page.partition("```python\n")[2].partition("```")[0], encoding="utf-8")
@@ -376,7 +371,7 @@ def _refused_meshes(world: DistEnv) -> list[str]:
     return messages
 
 
-def test_a_mesh_of_other_dimensions_is_refused(pool: Pools) -> None:
+def test_a_mesh_of_other_dimensions_is_refused(pool):
     messages = pool(2).run(_refused_meshes)[1]
     assert all("pp, dp_replicate, dp_shard, cp, tp" in message for message in messages)
     found = ["no names", "dp", "dp_shard"]

@@ -55,7 +55,7 @@ def names(requirements: list[str]) -> set[str]:
     return {match[0] for match in found if match is not None}
 
 
-def test_the_table_of_extras_is_that_of_the_project() -> None:
+def test_the_table_of_extras_is_that_of_the_project():
     listed = {
         package: extra
         for extra, requirements in OPTIONAL.items()
@@ -77,7 +77,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_each_import_of_the_library_is_installed_with_it_or_has_an_extra() -> None:
+def test_each_import_of_the_library_is_installed_with_it_or_has_an_extra():
     found = {name for path in (ROOT / "titanlite").rglob("*.py") for name in imported(path)}
     others = found - set(sys.stdlib_module_names) - {"titanlite"}
     trackers = {module for module, package in TRACKER_PACKAGES.values() if package in EXTRAS}
@@ -86,7 +86,7 @@ def test_each_import_of_the_library_is_installed_with_it_or_has_an_extra() -> No
     assert others - known == set()
 
 
-def test_each_extra_that_a_message_or_a_page_names_exists() -> None:
+def test_each_extra_that_a_message_or_a_page_names_exists():
     listed = subprocess.run(
         ["git", "ls-files", "README.md", "titanlite", "docs", "scripts", "train_configs", "deploy"],
         cwd=ROOT,
@@ -125,7 +125,7 @@ def hide(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 S3 = r"s3:// needs the package s3fs: pip install 'titanlite\[s3\]'$"
 
 
-def test_without_a_package_of_its_own_each_source_names_it(hide: Callable[[str], None]) -> None:
+def test_without_a_package_of_its_own_each_source_names_it(hide):
     for package in ("s3fs", "aiohttp", "datasets", "huggingface_hub"):
         hide(package)
     url = "s3://bucket/folder"
@@ -153,9 +153,7 @@ def test_without_a_package_of_its_own_each_source_names_it(hide: Callable[[str],
         ("lm_eval", "--eval.tasks=hellaswag", "eval"),
     ],
 )
-def test_without_its_package_a_key_is_refused_with_the_extra(
-    hide: Callable[[str], None], package: str, flags: str, extra: str
-) -> None:
+def test_without_its_package_a_key_is_refused_with_the_extra(hide, package, flags, extra):
     hide(package)
     with pytest.raises(ConfigError) as error:
         check_alone(load(flags.split()), machine=True)
@@ -163,9 +161,7 @@ def test_without_its_package_a_key_is_refused_with_the_extra(
     assert problem.remedy.startswith(f"pip install 'titanlite[{extra}]'")
 
 
-def test_without_transformers_models_and_exports_name_the_extra(
-    hide: Callable[[str], None], tmp_path: Path
-) -> None:
+def test_without_transformers_models_and_exports_name_the_extra(hide, tmp_path):
     hide("transformers")
     with pytest.raises(ShapeError) as refused:
         read_config({"model_type": "llama"})
@@ -178,9 +174,7 @@ def test_without_transformers_models_and_exports_name_the_extra(
     )
 
 
-def test_each_shipped_config_needs_no_extra_but_that_which_it_names(
-    hide: Callable[[str], None],
-) -> None:
+def test_each_shipped_config_needs_no_extra_but_that_which_it_names(hide):
     for package in EXTRAS:
         hide(package)
     for config in (ROOT / "train_configs").glob("*.toml"):

@@ -46,7 +46,7 @@ def steps(path: Path) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_a_workflow_has_the_least_rights_and_a_time_limit(path: Path) -> None:
+def test_a_workflow_has_the_least_rights_and_a_time_limit(path):
     assert content(path)["permissions"] == {"contents": "read"}
     for name, job in jobs(path).items():
         assert job.get("permissions", {}) == RIGHTS.get((path.stem, name), {})
@@ -56,7 +56,7 @@ def test_a_workflow_has_the_least_rights_and_a_time_limit(path: Path) -> None:
                 assert step["with"]["persist-credentials"] is False
 
 
-def test_the_version_is_the_same_in_all_files() -> None:
+def test_the_version_is_the_same_in_all_files():
     released = re.findall(
         r"^## (\d+\.\d+\.\d+) · (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.M
     )
@@ -70,7 +70,7 @@ def test_the_version_is_the_same_in_all_files() -> None:
 
 
 @pytest.mark.parametrize("name", ["AGENTS.md", "CONTRIBUTING.md"])
-def test_files_and_names_of_a_page_for_contributors_are_there(name: str) -> None:
+def test_files_and_names_of_a_page_for_contributors_are_there(name):
     """NAME and test_y stand for names of your own."""
     text = (ROOT / name).read_text()
     words = {word for word in re.findall(r"`([^`\n]+)`", text) if not re.search("NAME|_y", word)}

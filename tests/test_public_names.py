@@ -87,7 +87,7 @@ def signature(name: str, found: Any) -> str:
     return f"{name}({', '.join(map(shown, inspect.signature(found).parameters.values()))})\n"
 
 
-def test_public_names_and_signatures_are_frozen() -> None:
+def test_public_names_and_signatures_are_frozen():
     assert callable(titanlite.build)
     assert set(titanlite.__all__) <= set(dir(titanlite))
     names = sorted(set(titanlite.__all__) - {"__version__", "RunConfig", *SECTIONS})
@@ -102,7 +102,7 @@ def test_public_names_and_signatures_are_frozen() -> None:
         assert set(expected.splitlines()) <= set(found.splitlines()), owner
 
 
-def test_type_checkers_know_the_same_names() -> None:
+def test_type_checkers_know_the_same_names():
     tree = ast.parse(Path(titanlite.__file__).read_text(encoding="utf-8"))
     imported = {
         (alias.name, node.module)
@@ -120,13 +120,13 @@ def public_page() -> str:
     return (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 
 
-def test_the_page_lists_every_public_name() -> None:
+def test_the_page_lists_every_public_name():
     names = public_page().partition("| type | module |")[0]
     listed = set(re.findall(r"^\| `(\w+)` \|", names, re.MULTILINE))
     assert listed == set(titanlite.__all__) - {"__version__"}
 
 
-def test_the_page_of_the_public_names_is_what_the_script_writes() -> None:
+def test_the_page_of_the_public_names_is_what_the_script_writes():
     written = subprocess.run(
         [sys.executable, ROOT / "scripts" / "api_page.py"],
         capture_output=True,
@@ -137,7 +137,7 @@ def test_the_page_of_the_public_names_is_what_the_script_writes() -> None:
     assert written.stdout == public_page(), "run: python scripts/generate.py"
 
 
-def test_each_public_name_and_its_methods_are_documented() -> None:
+def test_each_public_name_and_its_methods_are_documented():
     bare = []
     for name in set(titanlite.__all__) - {"__version__"}:
         found = build if name == "build" else getattr(titanlite, name)

@@ -16,7 +16,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.support.pool import Pools
 from tests.support.processes import TORCHRUN, python
 from tests.support.tiny import EIGHT_STEPS
 from titanlite.assembly import rank_checks
@@ -100,7 +99,7 @@ def _check(
 
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("odd", ["", "name", "late", "tuned"])
-def test_healthy_ranks_pass(pool: Pools, tmp_path: Path, odd: str) -> None:
+def test_healthy_ranks_pass(pool, tmp_path, odd):
     assert pool(2).run(_check, tmp_path, hosts=True, odd=odd) == [([], "")] * 2
     assert not list(tmp_path.iterdir())
 
@@ -139,8 +138,8 @@ def test_healthy_ranks_pass(pool: Pools, tmp_path: Path, odd: str) -> None:
     ],
 )
 def test_a_difference_or_a_wrong_result_ends_all_ranks_and_names_the_odd_one(
-    pool: Pools, tmp_path: Path, odd: str, words: list[str]
-) -> None:
+    pool, tmp_path, odd, words
+):
     results = pool(2).run(_check, tmp_path, hosts=True, odd=odd)
     assert results[0] == results[1]
     assert results[0][0] == []
@@ -160,9 +159,7 @@ def test_a_difference_or_a_wrong_result_ends_all_ranks_and_names_the_odd_one(
         ),
     ],
 )
-def test_an_odd_rank_is_named_in_a_warning(
-    pool: Pools, tmp_path: Path, odd: str, words: list[str]
-) -> None:
+def test_an_odd_rank_is_named_in_a_warning(pool, tmp_path, odd, words):
     results = pool(2).run(_check, tmp_path, hosts=True, odd=odd, needs_folder=False)
     assert results[0] == results[1]
     assert not results[0][1]
@@ -170,7 +167,7 @@ def test_an_odd_rank_is_named_in_a_warning(
     assert [word for word in words if word not in text] == [], text
 
 
-def test_the_majority_tells_which_rank_computes_wrong_numbers(pool: Pools, tmp_path: Path) -> None:
+def test_the_majority_tells_which_rank_computes_wrong_numbers(pool, tmp_path):
     _, error = pool(4).run(_check, tmp_path, odd="bits")[0]
     assert "wrong numbers are computed: rank 3 (" in error
     assert "rank 0" not in error
@@ -186,7 +183,7 @@ def _state(world: DistEnv, folder: Path) -> bool:
     return state() == before
 
 
-def test_random_generators_stay_as_they_are(pool: Pools, tmp_path: Path) -> None:
+def test_random_generators_stay_as_they_are(pool, tmp_path):
     assert pool(2).run(_state, tmp_path) == [True, True]
 
 
@@ -210,9 +207,7 @@ def test_random_generators_stay_as_they_are(pool: Pools, tmp_path: Path) -> None
         ),
     ],
 )
-def test_interfaces_that_other_hosts_cannot_reach(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, words: str
-) -> None:
+def test_interfaces_that_other_hosts_cannot_reach(monkeypatch, variable, value, words):
     monkeypatch.setenv(variable, value)
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "docker0")])
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
@@ -222,9 +217,7 @@ def test_interfaces_that_other_hosts_cannot_reach(
 
 
 @pytest.mark.soak
-def test_a_run_whose_ranks_differ_ends_with_code_2_before_its_model_is_built(
-    tmp_path: Path,
-) -> None:
+def test_a_run_whose_ranks_differ_ends_with_code_2_before_its_model_is_built(tmp_path):
     script = tmp_path / "odd.py"
     script.write_text(
         "import os, sys\nfrom titanlite.main import main\n"

@@ -80,13 +80,13 @@ PLAIN = [
 
 
 @pytest.mark.parametrize("text", HIDDEN)
-def test_logins_and_queries_are_hidden_once(text: str) -> None:
+def test_logins_and_queries_are_hidden_once(text):
     assert public(text) == HIDDEN[text] == public(HIDDEN[text])
     assert is_hidden(HIDDEN[text]) == ("(removed)" in HIDDEN[text])
 
 
 @pytest.mark.parametrize("text", PLAIN)
-def test_what_holds_no_secret_stays(text: str) -> None:
+def test_what_holds_no_secret_stays(text):
     assert public(text) == text
     assert not is_hidden(text)
 
@@ -96,9 +96,7 @@ WORD = st.text(st.sampled_from("ab1%:@/?#&=+~.-_!$'()*,;é"), max_size=8)
 
 @settings(deadline=None)
 @given(WORD, WORD, st.sampled_from([" ", '"', ", ", "\n", "'", ")"]))
-def test_no_password_and_no_signature_is_left_and_json_stays_json(
-    before: str, after: str, end: str
-) -> None:
+def test_no_password_and_no_signature_is_left_and_json_stays_json(before, after, end):
     login = f"u:{before}SECRET{after}".replace("/", "").replace("?", "").replace("#", "")
     for url in (
         f"https://{login}@host/f",
@@ -114,7 +112,7 @@ def test_no_password_and_no_signature_is_left_and_json_stays_json(
         assert "SECRET" not in json.dumps(public_tree({"a": [text], text: 1}))
 
 
-def test_a_log_record_and_a_line_of_a_record_hold_no_secret(tmp_path: Path) -> None:
+def test_a_log_record_and_a_line_of_a_record_hold_no_secret(tmp_path):
     url = f"https://u:{PLANTED}@host/f?sig={PLANTED}"
     with listening() as said:
         logger.warning("%s cannot be read: %d", url, 3)
@@ -130,7 +128,7 @@ def test_a_log_record_and_a_line_of_a_record_hold_no_secret(tmp_path: Path) -> N
     assert logging.getLogger("titanlite") is logger
 
 
-def test_a_kept_config_tells_what_is_hidden_where_it_is_used_again(tmp_path: Path) -> None:
+def test_a_kept_config_tells_what_is_hidden_where_it_is_used_again(tmp_path):
     file = tmp_path / "config.toml"
     file.write_text(
         """training.dataset_path = "https://(removed)@host/f.jsonl"
@@ -153,7 +151,7 @@ launch.gpus_per_node = 1
 
 
 @pytest.mark.parametrize("scheme", ["s3", "hf"])
-def test_a_login_in_the_url_of_a_store_is_refused(scheme: str) -> None:
+def test_a_login_in_the_url_of_a_store_is_refused(scheme):
     """Its client takes it for a part of the bucket's name, which its errors show."""
     url = f"{scheme}://user:{PLANTED}@bucket/x"
     said = str(refusal(["--job.config_file=debug_model.toml", f"--training.dataset_path={url}"]))
@@ -164,7 +162,7 @@ def test_a_login_in_the_url_of_a_store_is_refused(scheme: str) -> None:
     assert PLANTED not in str(failed.value)
 
 
-def test_a_manifest_has_no_secret_of_a_url_and_a_job_of_ones_own_keeps_it(tmp_path: Path) -> None:
+def test_a_manifest_has_no_secret_of_a_url_and_a_job_of_ones_own_keeps_it(tmp_path):
     url = f"https://u:{PLANTED}@host/f?sig={PLANTED}"
     flags = [
         "--job.config_file=debug_model.toml",
@@ -185,7 +183,7 @@ def test_a_manifest_has_no_secret_of_a_url_and_a_job_of_ones_own_keeps_it(tmp_pa
 
 
 @pytest.mark.parametrize("ending", ["?sig=", ";token=", "#token=", "#", "?", ";a=1;b="])
-def test_two_signatures_of_a_file_have_one_name(ending: str) -> None:
+def test_two_signatures_of_a_file_have_one_name(ending):
     for signature in ("1", "2"):
         name = public_name(f"https://u:p{signature}@host/f{ending}{signature}")
         assert name == "https://host/f"
@@ -227,9 +225,7 @@ assert {"training.dataset_path", "data.source[].path", "job.dump_folder"} < {*PA
 
 
 @pytest.mark.parametrize("key", PATHS)
-def test_no_key_that_takes_a_path_or_url_shows_its_secrets(
-    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_key_that_takes_a_path_or_url_shows_its_secrets(key, tmp_path, capsys):
     table, _, name = key.rpartition(".")
     head = f"[[{table[:-2]}]]" if table.endswith("[]") else f"[{table}]"
     file = tmp_path / "run.toml"
@@ -311,7 +307,7 @@ def _commands(config: list[str], run: Path) -> list[list[str]]:
     ]
 
 
-def test_a_checkpoint_with_whole_urls_as_names_is_refused_without_them(tmp_path: Path) -> None:
+def test_a_checkpoint_with_whole_urls_as_names_is_refused_without_them(tmp_path):
     """They decided the order of a source, and titanlite 0.2.0 wrote them into its checkpoints."""
     whole = f"https://u:{PLANTED}@host/f?sig={PLANTED}"
     file = tmp_path / "a.jsonl"
@@ -329,12 +325,7 @@ def test_a_checkpoint_with_whole_urls_as_names_is_refused_without_them(tmp_path:
 
 
 @pytest.mark.slow
-def test_no_byte_of_a_run_and_of_the_commands_holds_a_secret(
-    server: HubServer,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_byte_of_a_run_and_of_the_commands_holds_a_secret(server, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     run = tmp_path / "out" / "run"

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.support.pool import Pools
 from tests.support.processes import python
 from titanlite import Checkpointer, apply_fsdp, groups_by_class
 from titanlite.checkpoint.manifest import read_manifest
@@ -56,9 +55,7 @@ def _train(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["deepvit", "t5"])
-def test_it_trains_sharded_and_resumes_exactly_on_another_rank_count(
-    pool: Pools, tmp_path: Path, kind: str
-) -> None:
+def test_it_trains_sharded_and_resumes_exactly_on_another_rank_count(pool, tmp_path, kind):
     straight, seen = pool(2).run(_train, kind, 8, str(tmp_path / "straight"))[0]
     assert seen == (BLOCKS[kind], BLOCKS[kind], True)
     losses = [loss for _, loss in straight]
@@ -98,7 +95,7 @@ def _rope(world: DistEnv) -> tuple[torch.Tensor, torch.Tensor]:
     return before, seen[0]
 
 
-def test_buffers_stay_in_float32_beside_bfloat16_weights(pool: Pools) -> None:
+def test_buffers_stay_in_float32_beside_bfloat16_weights(pool):
     """FSDP1's `buffer_dtype = float32`: the frequencies of RoPE are not rounded."""
     before, seen = pool(1).run(_rope)[0]
     assert seen.dtype == torch.float32
@@ -106,7 +103,7 @@ def test_buffers_stay_in_float32_beside_bfloat16_weights(pool: Pools) -> None:
 
 
 @pytest.mark.slow
-def test_the_memory_of_a_large_model_is_that_of_its_page() -> None:
+def test_the_memory_of_a_large_model_is_that_of_its_page():
     """Parameters and optimizer are counted by hand: 4 and 4 + 2 bytes over 24 GPUs."""
     out = python(str(FILE.with_name("transformers_memory.py")), "t5-11b", "24", "50").stdout
     assert "t5-11b: 11,307,321,344 parameters" in out

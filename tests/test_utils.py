@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from titanlite.runs.lines import read_lines
 from titanlite.utils import append_line, human_bytes, human_count, human_time, progress_text
 
 
-def test_times_counts_and_bytes_as_people_read_them() -> None:
+def test_times_counts_and_bytes_as_people_read_them():
     times = {0.04: "0.0s", 59.97: "0:01:00", 5025.4: "1:23:45", 4e5: "111:06:40"}
     counts = {999: "999", 1000: "1.0K", 999_960: "1.0M", 8_030_261_248: "8.0B", 15e12: "15.0T"}
     sizes = {512: "512 B", 1536: "1.5 KiB", 80 * 1024**3: "80.0 GiB", 1024**4: "1.0 TiB"}
@@ -19,9 +18,7 @@ def test_times_counts_and_bytes_as_people_read_them() -> None:
         assert {number: human(number) for number in expected} == expected  # type: ignore[operator]
 
 
-def test_a_line_that_is_written_in_part_is_an_error_and_the_next_line_is_whole(
-    tmp_path: Path,
-) -> None:
+def test_a_line_that_is_written_in_part_is_an_error_and_the_next_line_is_whole(tmp_path):
     file = tmp_path / "lines.jsonl"
     append_line(file, {"step": 1})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -37,7 +34,7 @@ def test_a_line_that_is_written_in_part_is_an_error_and_the_next_line_is_whole(
     assert read_lines(file) == [{"step": 1}, {"step": 3}]
 
 
-def test_progress_is_told_where_it_tells_something() -> None:
+def test_progress_is_told_where_it_tells_something():
     assert progress_text(25, 100, 30.0) == "about 25%, 0:01:30 left"
     assert progress_text(99, 100, 9.9) == "about 99%, 0.1s left"
     assert [

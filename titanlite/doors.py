@@ -21,6 +21,7 @@ OURS = {
         "sweep": "titanlite.contrib.lab.sweep:add_command",
         "ladder": "titanlite.contrib.lab.ladder.command:add_command",
         "mup": "titanlite.contrib.lab.mup.command:add_commands",
+        "prove": "titanlite.contrib.evidence.prove:add_command",
         "parity": "titanlite.contrib.evidence.parity:add_command",
         "push": "titanlite.contrib.hub.command:add_command",
     },

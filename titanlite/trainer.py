@@ -188,6 +188,7 @@ class Trainer:
                 from titanlite.metrics.bad_step_log import check_weights
 
                 check_weights(bad, self.parts.model)
+            self.phase("evaluate")
             self.parts.anomalies.skipped(bad, self.recent[bad.step])
 
     def roll_back(self, bad: BadStepError) -> None:

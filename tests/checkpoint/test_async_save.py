@@ -19,7 +19,6 @@ from torch.distributed.tensor._dispatch import OpDispatcher
 
 from tests.support.checkpoints import PRINTS, RUN, names, options
 from tests.support.harness import build_tiny, full, stepper
-from tests.support.pool import Pools
 from titanlite.checkpoint import manager
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, steps_in
@@ -87,9 +86,7 @@ def _copy_beside_the_next_step(world: DistEnv, folder: Path) -> dict[str, Any]:
     return {**seen, "moved": moved, "before": before}
 
 
-def test_the_copy_is_made_beside_forward_and_backward_and_awaited_before_the_update(
-    pool: Pools, tmp_path: Path
-) -> None:
+def test_the_copy_is_made_beside_forward_and_backward_and_awaited_before_the_update(pool, tmp_path):
     found = pool(2).run(_copy_beside_the_next_step, tmp_path)
     for one in found:
         assert one["held back"] and one["awaited"] and one["moved"]
@@ -135,9 +132,7 @@ def _failing(world: DistEnv, folder: Path, part: str, bad_rank: int) -> dict[str
 @pytest.mark.parametrize(
     ("part", "rank"), [("write", 1), ("publish", 0), ("check", 1), ("copy", 1)]
 )
-def test_a_failure_reaches_all_ranks_and_the_next_save_works(
-    pool: Pools, tmp_path: Path, part: str, rank: int
-) -> None:
+def test_a_failure_reaches_all_ranks_and_the_next_save_works(pool, tmp_path, part, rank):
     results = pool(2).run(_failing, tmp_path, part, rank)
     assert len({result["error"] for result in results}) == 1, "every rank must learn of it"
     assert "No space left on device" in results[0]["error"]
@@ -189,8 +184,6 @@ def _saves_in_a_row(world: DistEnv, folder: Path, mode: str) -> tuple[int, list[
 
 
 @pytest.mark.slow
-def test_never_two_in_flight_and_a_slow_disk_is_not_taken_for_a_stuck_rank(
-    pool: Pools, tmp_path: Path
-) -> None:
+def test_never_two_in_flight_and_a_slow_disk_is_not_taken_for_a_stuck_rank(pool, tmp_path):
     assert pool(2).run(_saves_in_a_row, tmp_path, "async") == [(1, [77.0, 7200.0])] * 2
     assert steps_in(tmp_path) == [1, 2, 3]

@@ -56,7 +56,7 @@ def _size(folder: Path) -> int:
     return sum(len((folder / name).read_bytes()) for name in names(folder))
 
 
-def test_ls_shows_every_state(run: Path, written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_shows_every_state(run, written, capsys):
     root = run / "checkpoint"
     (root / "step-2" / "KEEP").write_bytes(b"")
     newest = written / "checkpoint" / "step-4"
@@ -84,7 +84,7 @@ def test_ls_shows_every_state(run: Path, written: Path, capsys: pytest.CaptureFi
     assert " 4 B " in lines[6]
 
 
-def test_ls_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_of_no_run(tmp_path, capsys):
     assert "holds no checkpoints" in _lines(capsys, "ls", tmp_path, code=exit_codes.CHECKPOINT)[0]
     (tmp_path / ATTEMPTS).touch()
     (told,) = _lines(capsys, "ls", tmp_path, code=exit_codes.CHECKPOINT)
@@ -98,7 +98,7 @@ def test_ls_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     )
 
 
-def test_several_runs_are_named_one_by_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_runs_are_named_one_by_one(run, capsys):
     """`run` holds two folders of checkpoints: the one that a run writes, and `other`."""
     listed = "\n".join(_lines(capsys, "ls", run, run / "other"))
     for root, step in ((run / "checkpoint", 4), (run / "other", 1)):
@@ -106,7 +106,7 @@ def test_several_runs_are_named_one_by_one(run: Path, capsys: pytest.CaptureFixt
         assert f"newest valid: step-{step}" in listed
 
 
-def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify(run, capsys):
     root = run / "checkpoint"
     lines = _lines(capsys, "verify", run)
     assert [line.partition(" (")[0] for line in lines] == [
@@ -128,7 +128,7 @@ def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_diff_measures_each_tensor(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_measures_each_tensor(run, capsys):
     root = run / "checkpoint"
     assert _lines(capsys, "diff", root / "step-4", root / "step-4")[-1].startswith("all ")
     lines = _lines(capsys, "diff", root / "step-2", root / "step-4", code=1)
@@ -160,7 +160,7 @@ def test_diff_measures_each_tensor(run: Path, capsys: pytest.CaptureFixture[str]
         ([5], [250], (1, 245.0, 0.98)),
     ],
 )
-def test_measure(a: list[float], b: list[float], found: tuple[int, float, float]) -> None:
+def test_measure(a, b, found):
     # Random generators are saved as bytes.
     kind = torch.uint8 if isinstance(a[0], int) else torch.float32
     assert measure(torch.tensor(a, dtype=kind), torch.tensor(b, dtype=kind)) == pytest.approx(found)

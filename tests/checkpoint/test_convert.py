@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.support.checkpoints import PRINTS, flip, names, options
+from tests.support.llamas import built
 from tests.support.pool import Pools
-from tests.support.s3 import Storage
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.store_paths import AnyPath
@@ -23,7 +22,7 @@ from titanlite.cli.hub.compare_checkpoints import Contents
 from titanlite.cli.hub.export_weights import convert, open_source
 from titanlite.cli.main import main
 from titanlite.dist.dist_env import DistEnv
-from titanlite.models import LlamaArgs, RopeScaling, get_spec
+from titanlite.models import LlamaArgs, RopeScaling
 from titanlite.models.args import as_record
 
 ARGS = LlamaArgs(
@@ -37,21 +36,10 @@ SHAPES = {
 }
 
 
-def _model(args: LlamaArgs) -> nn.Module:
-    torch.manual_seed(0)
-    model = get_spec("llama3").build(args)
-    for parameter in model.parameters():
-        nn.init.normal_(
-            parameter, mean=float(parameter.ndim == 1), std=0.3 if parameter.ndim == 2 else 0.1
-        )
-    model.init_buffers()
-    return model.eval()
-
-
 def _save(
     world: DistEnv, folder: AnyPath, args: LlamaArgs, weights_only: str | None = None
 ) -> None:
-    model = _model(args)
+    model = built(args)
     optimizer = torch.optim.AdamW(model.parameters())
     about = {"model": as_record("llama3", args)}
     checkpointer = Checkpointer(options(folder), world, PRINTS, about)
@@ -72,9 +60,7 @@ TOKENS = torch.arange(40).remainder(96)[None] * 7 % 96
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_transformers_computes_the_same_logits_and_the_way_back_is_exact(
-    saved: dict[str, Path], tmp_path: Path, shape: str
-) -> None:
+def test_transformers_computes_the_same_logits_and_the_way_back_is_exact(saved, tmp_path, shape):
     from transformers import AutoModelForCausalLM
 
     target = tmp_path / "hf"
@@ -92,7 +78,7 @@ def test_transformers_computes_the_same_logits_and_the_way_back_is_exact(
     theirs = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
     assert theirs.dtype == torch.float32
     with torch.no_grad():
-        ours = _model(SHAPES[shape])(TOKENS)
+        ours = built(SHAPES[shape])(TOKENS)
         other = theirs(TOKENS).logits
     assert torch.linalg.norm(ours - other) / torch.linalg.norm(other) < 2e-6
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"], "nothing is left aside"
@@ -111,14 +97,14 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def test_precision_changes_once_and_exactly(saved: dict[str, Path], tmp_path: Path) -> None:
+def test_precision_changes_once_and_exactly(saved, tmp_path):
     half = convert(saved["plain"], tmp_path / "half", "hf", "bfloat16")
     before = _weights(saved["plain"])
     after = open_source(convert(half, tmp_path / "full", "hf", "float32")).read
     assert all(torch.equal(before[name].to(torch.bfloat16).float(), after(name)) for name in before)
 
 
-def test_existing_targets_are_never_overwritten(saved: dict[str, Path], tmp_path: Path) -> None:
+def test_existing_targets_are_never_overwritten(saved, tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
     for name in ("folder", "file"):
@@ -128,7 +114,7 @@ def test_existing_targets_are_never_overwritten(saved: dict[str, Path], tmp_path
     assert list((tmp_path / "folder").iterdir()) == []
 
 
-def test_bad_sources_are_refused_and_leave_nothing(saved: dict[str, Path], tmp_path: Path) -> None:
+def test_bad_sources_are_refused_and_leave_nothing(saved, tmp_path):
     damaged = shutil.copytree(saved["plain"], tmp_path / "damaged" / "step-7")
     flip(damaged / "__0_0.distcp")
     nameless = tmp_path / "golden"
@@ -159,10 +145,8 @@ def test_bad_sources_are_refused_and_leave_nothing(saved: dict[str, Path], tmp_p
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_command_exports_from_a_folder_or_a_store(
-    pool: Pools, storage: Storage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(source: AnyPath, target: AnyPath, *more: str, code: int = 0) -> str:
+def test_command_exports_from_a_folder_or_a_store(pool, storage, tmp_path, capsys):
+    def run(source, target, *more, code=0):
         assert main(["export", str(source), str(target), *more]) == code
         return "".join(capsys.readouterr())
 
@@ -174,9 +158,7 @@ def test_command_exports_from_a_folder_or_a_store(
         assert "written to this machine" in run(hf, there, code=4)
 
 
-def test_a_full_disk_is_named_before_it_is_written(
-    saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_named_before_it_is_written(saved, tmp_path, monkeypatch):
     usage = SimpleNamespace(total=1 << 20, free=64 << 10)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match=r"its weights take .*has 64\.0 KiB left"):

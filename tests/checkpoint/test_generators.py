@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support.checkpoints import RUN, sign, train
-from tests.support.pool import Pools
 from tests.support.whole_runs import make_trainer
 from titanlite.dist.dist_env import DistEnv
 
@@ -36,8 +34,8 @@ def _fresh(rank: int) -> float:
     ids=str,
 )
 def test_generators_continue_where_each_rank_keeps_its_place(
-    pool: Pools, tmp_path: Path, before: dict[str, Any], after: dict[str, Any], continues: bool
-) -> None:
+    pool, tmp_path, before, after, continues
+):
     saved = pool(2).run(train, replace(RUN, **before), tmp_path, 1, 1, draw=True)
     loaded = pool(2).run(train, replace(RUN, **after), tmp_path, 2, 2, draw=True)
     for rank in range(2):
@@ -46,9 +44,7 @@ def test_generators_continue_where_each_rank_keeps_its_place(
         assert any(LINE in notice for notice in loaded[rank]["loaded"].notices) != continues
 
 
-def test_generators_of_an_older_checkpoint_may_not_agree_over_tensor_parallel_ranks(
-    pool: Pools, tmp_path: Path
-) -> None:
+def test_generators_of_an_older_checkpoint_may_not_agree_over_tensor_parallel_ranks(pool, tmp_path):
     """It does not tell the places of its ranks."""
     run = replace(RUN, **TENSOR)
     pool(2).run(train, run, tmp_path, 1, 1, draw=True)
@@ -65,7 +61,7 @@ def _drawn(world: DistEnv, folder: str, *flags: str) -> float:
 
 
 @pytest.mark.slow
-def test_tensor_parallel_ranks_that_take_over_agree(pool: Pools, tmp_path: Path) -> None:
+def test_tensor_parallel_ranks_that_take_over_agree(pool, tmp_path):
     first, second = pool(2).run(_drawn, str(tmp_path / "a"))
     assert first != second
     more = ("--training.steps=3", TWO_RANKS)

@@ -9,7 +9,6 @@ import torch
 
 from tests.checkpoint.golden import CONFIG, HERE, PRINTS, STEP, TRAIN, expected, make, named
 from tests.support.checkpoints import options
-from tests.support.pool import Pools
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import FORMAT, read_manifest
 from titanlite.dist.dist_env import DistEnv
@@ -37,7 +36,7 @@ def _load(world: DistEnv, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("format", range(1, FORMAT + 1))
-def test_golden_checkpoint_loads(pool: Pools, format: int, ranks: int) -> None:
+def test_golden_checkpoint_loads(pool, format, ranks):
     folder = HERE / f"format-{format}"
     before = {path.name: path.read_bytes() for path in (folder / f"step-{STEP}").iterdir()}
     assert read_manifest(folder / f"step-{STEP}").format == format

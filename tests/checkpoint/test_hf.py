@@ -9,7 +9,6 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from tests.support.checkpoints import PRINTS, load, names, options
 from tests.support.grid import FSDP, PP
 from tests.support.harness import TINY, Run, batches, build_tiny
 from tests.support.hf import config_flags, train_losses, written
-from tests.support.pool import Pools
 from tests.support.whole_runs import train_run
 from titanlite.checkpoint.foreign_formats import open_weights
 from titanlite.checkpoint.hf_save import begin_folder
@@ -103,7 +101,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_published_weights_come_back_bit_for_bit(pool: Pools, tmp_path: Path, layout: str) -> None:
+def test_published_weights_come_back_bit_for_bit(pool, tmp_path, layout):
     """HF → ranks → checkpoint → HF, and HF → ranks → last save: the same bytes per tensor."""
     ranks, fields = LAYOUTS[layout]
     run = replace(RUN, **fields)
@@ -125,9 +123,7 @@ def test_published_weights_come_back_bit_for_bit(pool: Pools, tmp_path: Path, la
 
 
 @pytest.mark.parametrize(("grid", "block"), [((4, 2), [48, 32]), ((192, 1), None), ((1, 1), None)])
-def test_float8_is_multiplied_by_its_scales(
-    tmp_path: Path, grid: tuple[int, int], block: list[int] | None
-) -> None:
+def test_float8_is_multiplied_by_its_scales(tmp_path, grid, block):
     """Scales per block (DeepSeek's), row or tensor."""
     folder = _folder(tmp_path / "in", shards=1)
     name = "model.layers.0.mlp.gate_proj.weight"
@@ -183,9 +179,7 @@ def _edit(folder: Path, name: str, **entries: Any) -> None:
         ),
     ],
 )
-def test_unusable_folders_are_refused_with_the_remedy(
-    tmp_path: Path, harm: Callable[[Path], Any], message: str
-) -> None:
+def test_unusable_folders_are_refused_with_the_remedy(tmp_path, harm, message):
     harm(_folder(tmp_path / "in"))
     with pytest.raises(CheckpointError) as refused:
         open_weights(tmp_path / "in")
@@ -193,7 +187,7 @@ def test_unusable_folders_are_refused_with_the_remedy(
 
 
 @pytest.mark.slow
-def test_another_model_is_refused_on_all_ranks(pool: Pools, tmp_path: Path) -> None:
+def test_another_model_is_refused_on_all_ranks(pool, tmp_path):
     ours = "model.layers.0.attention.wq.weight"
     shape = {BLOCKS: torch.zeros(3, 64), "extra": torch.zeros(2)}
     _edit(_folder(tmp_path / "odd", shards=1), WHOLE, **shape)
@@ -205,7 +199,7 @@ def test_another_model_is_refused_on_all_ranks(pool: Pools, tmp_path: Path) -> N
         "nan": ("holds values that are not finite",),
     }
 
-    def answers(source: Path, **fields: Any) -> Any:
+    def answers(source, **fields):
         place = {"initial_load_path": str(source), **fields}
         return pool(2).run(load, RUN, tmp_path / "checkpoint", **place)
 
@@ -255,16 +249,14 @@ def _growth(world: DistEnv, source: Path, root: Path) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_a_rank_needs_memory_for_one_slice_beside_its_shard(pool: Pools, tmp_path: Path) -> None:
+def test_a_rank_needs_memory_for_one_slice_beside_its_shard(pool, tmp_path):
     source = _folder(tmp_path / "large", LARGE, torch.bfloat16)
     for growth, shards in pool(2).run(_growth, source, tmp_path / "checkpoint"):
         assert shards > 45 << 20, "the bound below would not notice a copy of a rank's part"
         assert growth < 24 << 20, f"{growth / (1 << 20):.0f} MiB beside the shards"
 
 
-def test_export_is_refused_when_the_logits_differ(
-    pool: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_export_is_refused_when_the_logits_differ(pool, tmp_path, monkeypatch):
     from titanlite.cli.main import main
 
     pool(1).run(_save, RUN, _folder(tmp_path / "in"), tmp_path / "checkpoint")
@@ -274,7 +266,7 @@ def test_export_is_refused_when_the_logits_differ(
     assert main(["export", str(out / "right"), str(out / "back"), "--dtype=bfloat16"]) == 0
     assert names(out) == ["back", "right"]
 
-    def swapped(args: Any) -> dict[str, Any]:
+    def swapped(args):
         found = dict(SPEC.hf_names(args))
         one, other = (f"layers.1.feed_forward.w{i}.weight" for i in (1, 3))
         return {**found, one: found[other], other: found[one]}
@@ -284,9 +276,7 @@ def test_export_is_refused_when_the_logits_differ(
     assert names(out) == ["back", "right"]
 
 
-def test_what_would_harm_or_hide_weights_is_told(
-    pool: Pools, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_would_harm_or_hide_weights_is_told(pool, tmp_path, caplog):
     source = _folder(tmp_path / "in", shards=1)
     root = tmp_path / "run" / "checkpoint"
     (root / "step-99-hf").mkdir(parents=True)  # a save that was cut short
@@ -310,7 +300,7 @@ def test_what_would_harm_or_hide_weights_is_told(
     assert open_source(source / "model.safetensors").tokenizer == str(source)
 
 
-def test_a_store_keeps_nothing_of_a_save_that_was_cut_short() -> None:
+def test_a_store_keeps_nothing_of_a_save_that_was_cut_short():
     final = StorePath(f"memory://{uuid.uuid4().hex}/step-8-hf")
     (final / "model-00001-of-00002.safetensors").write_bytes(b"half")
     assert last_hf_step(final.parent) == -1
@@ -319,7 +309,7 @@ def test_a_store_keeps_nothing_of_a_save_that_was_cut_short() -> None:
 
 
 @pytest.mark.slow
-def test_the_last_save_goes_to_a_store(pool: Pools, bucket: s3.Bucket, tmp_path: Path) -> None:
+def test_the_last_save_goes_to_a_store(pool, bucket, tmp_path):
     source = _folder(tmp_path / "in")
     run = replace(RUN, tensor=2)
     pool(2).run(s3.there, bucket.environment, _save, run, source, bucket.path)
@@ -343,9 +333,7 @@ SMALL = ["dim=64", "n_layers=2", "n_heads=4", "n_kv_heads=2"]
         ("hf", FSDP),
     ],
 )
-def test_every_family_goes_out_of_runs_and_in(
-    pool: Pools, tmp_path: Path, family: str, layout: str
-) -> None:
+def test_every_family_goes_out_of_runs_and_in(pool, tmp_path, family, layout):
     """One rank's last save → two ranks, which train at a rate of 0 → their last save: the same
     bytes per tensor.
     """
@@ -356,7 +344,7 @@ def test_every_family_goes_out_of_runs_and_in(
     ]
     flags += [f"--model.name={family}", "--training.steps=1", "--training.batch_size=2"]
 
-    def train(ranks: int, name: str, *more: str) -> Path:
+    def train(ranks, name, *more):
         if family == "hf":
             hf = [written(tmp_path, "qwen2"), f"--job.dump_folder={tmp_path / name}"]
             pool(ranks).run(train_losses, config_flags(tmp_path, *hf, *flags, *more))

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.metadata import (
 from tests.checkpoint.golden import HERE, PRINTS, make
 from tests.cli.poison import Pickled
 from tests.support.checkpoints import options, sign
-from tests.support.pool import Pools
 from titanlite import exit_codes
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, digest_of
@@ -61,9 +60,7 @@ def _refusal(world: DistEnv, folder: Path, **fields: Any) -> str:
     return str(refused.value)
 
 
-def test_an_index_of_an_early_python_3_11_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_of_an_early_python_3_11_is_read(tmp_path, monkeypatch):
     """It pickles members of an enum as `getattr(class, name)`."""
     index = pickle.loads((GOOD / ".metadata").read_bytes())
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", enum.pickle_by_enum_name)
@@ -75,9 +72,7 @@ def test_an_index_of_an_early_python_3_11_is_read(
     )
 
 
-def test_code_in_an_index_never_runs(
-    pool: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_code_in_an_index_never_runs(pool, tmp_path, capsys):
     marker = tmp_path / "ran"
     payload = pickle.dumps(Pickled(marker))
     folder = _changed(tmp_path / "bad", ".metadata", payload)
@@ -122,9 +117,7 @@ def _first(entries: dict[Any, Any]) -> Any:
         ),
     ],
 )
-def test_an_index_that_does_not_fit_is_refused_with_the_reason(
-    tmp_path: Path, edit: Any, reason: str
-) -> None:
+def test_an_index_that_does_not_fit_is_refused_with_the_reason(tmp_path, edit, reason):
     folder = _changed(tmp_path, ".metadata", edit)
     with pytest.raises(CheckpointError) as refused:
         Contents(folder)
@@ -132,7 +125,7 @@ def test_an_index_that_does_not_fit_is_refused_with_the_reason(
     assert reason in str(refused.value)
 
 
-def test_an_index_cannot_change_classes_of_torch(tmp_path: Path) -> None:
+def test_an_index_cannot_change_classes_of_torch(tmp_path):
     """A pickle may set attributes of what it names: of a class, for the rest of the process."""
     payload = b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(X\x04\x00\x00\x00evilI1\ndtb."
     with pytest.raises(CheckpointError, match="cannot be used"):
@@ -143,7 +136,7 @@ def test_an_index_cannot_change_classes_of_torch(tmp_path: Path) -> None:
     del Metadata.evil  # type: ignore[attr-defined]
 
 
-def test_an_index_that_the_manifest_does_not_list_is_not_read(tmp_path: Path) -> None:
+def test_an_index_that_the_manifest_does_not_list_is_not_read(tmp_path):
     folder = shutil.copytree(GOOD, tmp_path / "step-3")
     raw = json.loads((folder / "manifest.json").read_text())
     sign(

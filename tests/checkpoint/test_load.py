@@ -72,7 +72,7 @@ def _bytes(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_weights_of_another_run_begin_a_new_one(pool: Pools, source: Path, tmp_path: Path) -> None:
+def test_weights_of_another_run_begin_a_new_one(pool, source, tmp_path):
     before = _bytes(source)
     start = {"start": "from", "initial_load_path": str(source)}
     found = pool(2).run(train, RUN, tmp_path, 1, 3, **start)[0]
@@ -91,7 +91,7 @@ def test_weights_of_another_run_begin_a_new_one(pool: Pools, source: Path, tmp_p
     )
 
 
-def test_all_of_another_run_goes_on_bit_for_bit(pool: Pools, source: Path, tmp_path: Path) -> None:
+def test_all_of_another_run_goes_on_bit_for_bit(pool, source, tmp_path):
     straight = pool(2).run(train, RUN, tmp_path / "straight", 1, 6)[0]
     whole = {"initial_load_path": str(source / "step-4"), "initial_load_model_only": False}
     found = pool(2).run(train, RUN, tmp_path / "new", 5, 6, **whole)[0]
@@ -107,7 +107,7 @@ def test_all_of_another_run_goes_on_bit_for_bit(pool: Pools, source: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_a_source_that_cannot_be_used_is_named(pool: Pools, source: Path, tmp_path: Path) -> None:
+def test_a_source_that_cannot_be_used_is_named(pool, source, tmp_path):
     damaged = shutil.copytree(source, tmp_path / "damaged")
     shard = next((damaged / "step-4").glob("*.distcp"))
     flip(shard)
@@ -131,7 +131,7 @@ def test_a_source_that_cannot_be_used_is_named(pool: Pools, source: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_new_tensors_keep_their_initial_values(pool: Pools, source: Path, tmp_path: Path) -> None:
+def test_new_tensors_keep_their_initial_values(pool, source, tmp_path):
     deeper = replace(RUN, args=replace(RUN.args, n_layers=3), rates=[0.0] * 20)
     fresh = pool(2).run(initial_weights, deeper)[0]
     old = Contents(source / "step-4")
@@ -158,7 +158,7 @@ def test_new_tensors_keep_their_initial_values(pool: Pools, source: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_optimizer_is_left_out_once(pool: Pools, source: Path, tmp_path: Path) -> None:
+def test_the_optimizer_is_left_out_once(pool, source, tmp_path):
     folder = shutil.copytree(source, tmp_path / "run")
     without = {"exclude_from_loading": ["optimizer"], "state": {LEFT_OUT: ["optimizer"]}}
     found = pool(2).run(train, RUN, folder, 5, 6, **without)[0]
@@ -170,7 +170,7 @@ def test_the_optimizer_is_left_out_once(pool: Pools, source: Path, tmp_path: Pat
     assert any("was left out when the run" in line for line in again["loaded"].notices)
 
 
-def test_dangerous_changes_need_their_word(pool: Pools, tmp_path: Path) -> None:
+def test_dangerous_changes_need_their_word(pool, tmp_path):
     pool(1).run(train, RUN, tmp_path, 1, 2, state={"global_batch": 8})
     other = {
         "prints": {**PRINTS, "data": "x", "data order": "seed 5"},
@@ -193,7 +193,7 @@ def test_dangerous_changes_need_their_word(pool: Pools, tmp_path: Path) -> None:
     assert pool(1).run(train, RUN, tmp_path, 4, 4, **both)[0]["loaded"].changes == ()
 
 
-def test_types_are_converted_on_request_alone_and_whole_numbers_never() -> None:
+def test_types_are_converted_on_request_alone_and_whole_numbers_never():
     wanted: dict[str, list[Any]] = {"model.w": ["float32", [64, 64]], "rng": ["uint8", [8]]}
     half = {**wanted, "model.w": ["bfloat16", [64, 64]]}
     assert select(half, wanted, convert=True).converted == {"model.w"}
@@ -205,7 +205,7 @@ def test_types_are_converted_on_request_alone_and_whole_numbers_never() -> None:
         assert row in " ".join(str(error.value).split())
 
 
-def test_what_belongs_to_a_weight_that_is_left_out_is_left_out_too() -> None:
+def test_what_belongs_to_a_weight_that_is_left_out_is_left_out_too():
     described: list[Any] = ["float32", [64, 64]]
     names = ["model.a", "model.b", "optimizer.state.a.exp_avg", "optimizer.state.b.exp_avg"]
     both = dict.fromkeys(names, described)

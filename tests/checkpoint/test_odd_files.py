@@ -48,7 +48,7 @@ def hf_folder(folder: Path, **config: Any) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in SPEC.to_hf(weights(), ARGS).items()}
 
 
-def test_of_two_copies_of_a_tensor_the_index_names_the_one_that_counts(tmp_path: Path) -> None:
+def test_of_two_copies_of_a_tensor_the_index_names_the_one_that_counts(tmp_path):
     folder = tmp_path / "twice"
     tensors = hf_folder(folder)
     names = list(tensors)
@@ -66,7 +66,7 @@ def test_of_two_copies_of_a_tensor_the_index_names_the_one_that_counts(tmp_path:
         assert torch.equal(opened.read(name), tensor), name
 
 
-def test_exponents_are_no_scales_of_float8(tmp_path: Path) -> None:
+def test_exponents_are_no_scales_of_float8(tmp_path):
     folder = tmp_path / "mx"
     tensors = hf_folder(folder, quantization_config={"weight_block_size": [1, 32]})
     exact = tensors[DOWN].to(torch.float8_e4m3fn)
@@ -124,7 +124,7 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_packed_experts_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+def test_packed_experts_are_read_as_transformers_reads_them(tmp_path):
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     tensors = published(tmp_path)
@@ -151,7 +151,7 @@ def test_packed_experts_are_read_as_transformers_reads_them(tmp_path: Path) -> N
         ("shape", "expected \\[experts, out, in / 32, 16\\]"),
     ],
 )
-def test_others_are_refused(tmp_path: Path, change: str, words: str) -> None:
+def test_others_are_refused(tmp_path, change, words):
     tensors = published(tmp_path)
     name = "model.layers.0.mlp.experts.down_proj"
     if change == "no scales":

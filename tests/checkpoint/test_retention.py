@@ -103,9 +103,7 @@ def _set_aside(root: AnyPath) -> None:
 @pytest.mark.parametrize(
     ("action", "step", "end"), [(_save, 6, [2, 4, 6]), (_delete, 4, [2]), (_set_aside, 4, [2])]
 )
-def test_a_kill_at_any_moment_loses_nothing(
-    root: AnyPath, monkeypatch: pytest.MonkeyPatch, action: Any, step: int, end: list[int]
-) -> None:
+def test_a_kill_at_any_moment_loses_nothing(root, monkeypatch, action, step, end):
     """Afterwards the step is whole or gone, no other has changed, and the next start and save leave
     no trace.
     """
@@ -137,7 +135,7 @@ def test_a_kill_at_any_moment_loses_nothing(
 
 
 @pytest.mark.parametrize("kind", [".partial-", ".deleted-"])
-def test_a_mark_deletes_no_folder_but_that_of_a_checkpoint(root: AnyPath, kind: str) -> None:
+def test_a_mark_deletes_no_folder_but_that_of_a_checkpoint(root, kind):
     """A checkpoint may come from somebody else, with files of any name beside it."""
     write(root, 8)
     if isinstance(root, Path):
@@ -155,7 +153,7 @@ def test_a_mark_deletes_no_folder_but_that_of_a_checkpoint(root: AnyPath, kind: 
     assert steps_in(root) == [8]
 
 
-def test_a_valid_checkpoint_is_never_overwritten_and_an_invalid_one_is_kept(root: AnyPath) -> None:
+def test_a_valid_checkpoint_is_never_overwritten_and_an_invalid_one_is_kept(root):
     write(root, 2, 4)
     before = {path: (root / "step-4" / path).read_bytes() for path in names(root / "step-4")}
     with pytest.raises(CheckpointError, match="already holds a valid checkpoint"):
@@ -177,7 +175,7 @@ def test_a_valid_checkpoint_is_never_overwritten_and_an_invalid_one_is_kept(root
     assert steps_in(root) == [2]
 
 
-def test_a_suspect_checkpoint_is_set_aside_before_its_step_comes_again(root: AnyPath) -> None:
+def test_a_suspect_checkpoint_is_set_aside_before_its_step_comes_again(root):
     write(root, 2, 4)
     chooser = Chooser(options(root), {}, {})
     rejected = chooser.reject_newest(lambda step: f"suspect since step {step}")
@@ -187,7 +185,7 @@ def test_a_suspect_checkpoint_is_set_aside_before_its_step_comes_again(root: Any
     assert (root / "step-4.invalid-0" / REASON).read_bytes() == b"suspect since step 4\n"
 
 
-def test_only_valid_ones_of_this_run_count_and_go(root: AnyPath) -> None:
+def test_only_valid_ones_of_this_run_count_and_go(root):
     write(root, 1, 2, 3, 4, 5, 9)
     write(root, 6, fingerprints={"model": "another"})
     (root / "step-4" / "shard").write_bytes(b"123")  # cut: takes no place among the latest
@@ -201,9 +199,7 @@ def test_only_valid_ones_of_this_run_count_and_go(root: AnyPath) -> None:
     )
 
 
-def test_a_pin_keeps_a_checkpoint_while_it_is_read_and_one_of_the_user_stays(
-    root: AnyPath,
-) -> None:
+def test_a_pin_keeps_a_checkpoint_while_it_is_read_and_one_of_the_user_stays(root):
     write(root, 1, 2, 3)
     (root / "step-2" / "KEEP").write_bytes(b"")
     with pinned(root / "step-1"):
@@ -219,7 +215,7 @@ def test_a_pin_keeps_a_checkpoint_while_it_is_read_and_one_of_the_user_stays(
     assert _pruned(root, 4, keep_latest_k=2) == [2, 3, 4]
 
 
-def test_of_a_link_the_link_goes(tmp_path: Path) -> None:
+def test_of_a_link_the_link_goes(tmp_path):
     root = tmp_path / "run"
     elsewhere = tmp_path / "elsewhere"
     write(root, 1, 2, 3)
@@ -229,7 +225,7 @@ def test_of_a_link_the_link_goes(tmp_path: Path) -> None:
     assert names(elsewhere) == ["manifest.json", "shard"]
 
 
-def test_the_last_that_is_known_to_be_good_stays(root: AnyPath) -> None:
+def test_the_last_that_is_known_to_be_good_stays(root):
     """Weights may be finite and the next loss is not: only training on them, or a validation, shows
     them good.
     """
@@ -241,7 +237,7 @@ def test_the_last_that_is_known_to_be_good_stays(root: AnyPath) -> None:
     assert _pruned(root, 5, keep_latest_k=1) == [4, 5]
 
 
-def test_milestones_stay(tmp_path: Path) -> None:
+def test_milestones_stay(tmp_path):
     write(tmp_path, *range(21))
     assert _pruned(tmp_path, 20) == [*range(21)], "by default nothing goes"
     assert _pruned(tmp_path, 20, keep_latest_k=2, milestones="powers_of_two", keep_every=7) == [
@@ -259,7 +255,7 @@ def test_milestones_stay(tmp_path: Path) -> None:
     assert _pruned(tmp_path, 20, keep_latest_k=2, milestones=[4, 100]) == [4, 19, 20]
 
 
-def test_weights_alone_take_no_place_and_stay(tmp_path: Path) -> None:
+def test_weights_alone_take_no_place_and_stay(tmp_path):
     write(tmp_path, 1, 2, 3)
     write(tmp_path, 4, weights_only=True)
     assert _pruned(tmp_path, 4, keep_latest_k=1) == [1, 2, 3, 4], (
@@ -269,7 +265,7 @@ def test_weights_alone_take_no_place_and_stay(tmp_path: Path) -> None:
     assert _pruned(tmp_path, 6, keep_latest_k=2) == [4, 5, 6]
 
 
-def test_nothing_goes_for_one_that_is_not_whole_or_of_a_later_step(tmp_path: Path) -> None:
+def test_nothing_goes_for_one_that_is_not_whole_or_of_a_later_step(tmp_path):
     write(tmp_path, 1, 2, 3, 900)
     (tmp_path / "step-3" / "shard").unlink()
     with pytest.raises(CheckpointError, match="shard is missing"):
@@ -297,9 +293,7 @@ def test_nothing_goes_for_one_that_is_not_whole_or_of_a_later_step(tmp_path: Pat
         (lambda f: sign(f, step=4), "renamed"),
     ],
 )
-def test_damaged_newest_is_named_and_the_one_before_is_used(
-    tmp_path: Path, damage, reason: str
-) -> None:  # type: ignore[no-untyped-def]
+def test_damaged_newest_is_named_and_the_one_before_is_used(tmp_path, damage, reason):  # type: ignore[no-untyped-def]
     write(tmp_path, 5, 6)
     damage(tmp_path / "step-6")
     manifest, passed = find(tmp_path)
@@ -310,7 +304,7 @@ def test_damaged_newest_is_named_and_the_one_before_is_used(
     assert "step-6" in passed[0]
 
 
-def test_newer_format_is_neither_passed_over_nor_moved(tmp_path: Path) -> None:
+def test_newer_format_is_neither_passed_over_nor_moved(tmp_path):
     """Otherwise its run would lose steps without a word."""
     write(tmp_path, 5, 6)
     edit(tmp_path / "step-6", format=FORMAT + 1)
@@ -332,7 +326,7 @@ def test_newer_format_is_neither_passed_over_nor_moved(tmp_path: Path) -> None:
     assert [entry.state for entry in list_checkpoints(tmp_path)] == ["valid", "newer format"]
 
 
-def test_newest_is_found_by_number_and_a_demanded_step_by_name(tmp_path: Path) -> None:
+def test_newest_is_found_by_number_and_a_demanded_step_by_name(tmp_path):
     write(tmp_path, 9, 10, 100)
     (tmp_path / "step-notes").mkdir()
     (tmp_path / "step-999").write_text("a file, not a folder")

@@ -33,7 +33,6 @@ from tests.support.checkpoints import (
 )
 from tests.support.harness import build_tiny
 from tests.support.pool import Pools
-from tests.support.s3 import Storage
 from titanlite.checkpoint.dcp_files import HashingWriter
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import (
@@ -59,9 +58,7 @@ PINNED = "async_with_pinned_mem"
     ],
     indirect=["storage"],
 )
-def test_four_and_four_equal_eight_bit_for_bit(
-    pool: Pools, storage: Storage, tmp_path: Path, mode: str, implementation: str
-) -> None:
+def test_four_and_four_equal_eight_bit_for_bit(pool, storage, tmp_path, mode, implementation):
     run = replace(RUN, implementation=implementation)
     straight = pool(2).run(train, run, tmp_path / "straight", 1, 8, draw=True, every=2)
     options = {"async_mode": mode, "keep_latest_k": 2, "draw": True}
@@ -100,7 +97,7 @@ MESHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-def test_weights_and_moments_pass_through_every_mesh(pool: Pools, tmp_path: Path) -> None:
+def test_weights_and_moments_pass_through_every_mesh(pool, tmp_path):
     run = replace(RUN, args=replace(RUN.args, n_kv_heads=4))
     pool(4).run(train, run, tmp_path / "origin", 1, 2)
     before = "origin"
@@ -132,7 +129,7 @@ def copied(written: Path, tmp_path: Path) -> Path:
     return shutil.copytree(written, tmp_path / "run")
 
 
-def test_manifest_describes_tensors_and_files(written: Path) -> None:
+def test_manifest_describes_tensors_and_files(written):
     manifest = read_manifest(written / "step-6")
     assert manifest.tensors["model.layers.0.attention.wk.weight"] == ["float32", [32, 64]]
     assert not [
@@ -175,9 +172,7 @@ def _loads(pool: Pools, folder: Path, ranks: int = 2, **fields: Any) -> tuple[in
     ("name", "where"),
     [("__0_0.distcp", 0.5), ("manifest.json", 0.02), ("__1_0.distcp", 0.97), (".metadata", 0.97)],
 )
-def test_one_flipped_bit_anywhere_leads_to_the_older_one(
-    pool: Pools, copied: Path, name: str, where: float
-) -> None:
+def test_one_flipped_bit_anywhere_leads_to_the_older_one(pool, copied, name, where):
     flip(copied / "step-6" / name, where)
     step, said = _loads(pool, copied)
     assert step == 3
@@ -185,7 +180,7 @@ def test_one_flipped_bit_anywhere_leads_to_the_older_one(
 
 
 @pytest.mark.slow
-def test_other_damage_and_fewer_ranks(pool: Pools, copied: Path) -> None:
+def test_other_damage_and_fewer_ranks(pool, copied):
     flip(copied / "step-6" / "__1_0.distcp", 0.501)
     step, said = _loads(pool, copied, ranks=1)
     assert step == 3, "one rank reads the files of two"
@@ -195,9 +190,7 @@ def test_other_damage_and_fewer_ranks(pool: Pools, copied: Path) -> None:
     assert _loads(pool, copied, verify="size")[0] == 3, "the index is always compared"
 
 
-def test_without_a_good_one_the_run_is_refused_and_nothing_changes(
-    pool: Pools, copied: Path
-) -> None:
+def test_without_a_good_one_the_run_is_refused_and_nothing_changes(pool, copied):
     """To begin a run anew where one was lost would look like success."""
     flip(copied / "step-3" / "__1_0.distcp")
     alone = shutil.copytree(copied / "step-3", copied / "a" / "step-3").parent
@@ -274,9 +267,7 @@ def _save_thrice(
     ],
     indirect=["storage"],
 )
-def test_what_changes_on_its_way_is_not_published(
-    pool: Pools, storage: Storage, mode: str, damage: Any
-) -> None:
+def test_what_changes_on_its_way_is_not_published(pool, storage, mode, damage):
     results = storage.run(pool(2), _save_thrice, storage.root, mode, damage)
     assert results[0] == results[1], "every rank learns of it"
     first, one, problem, left, third, last = results[0]
@@ -305,7 +296,7 @@ def _denied(world: DistEnv, folder: AnyPath) -> str:
 
 
 @pytest.mark.slow
-def test_a_store_that_denies_access_ends_a_load(pool: Pools, bucket: s3.Bucket) -> None:
+def test_a_store_that_denies_access_ends_a_load(pool, bucket):
     """It does not take an older checkpoint: nothing is known of the newest."""
     pool(2).run(s3.there, bucket.environment, train, RUN, bucket.root, 1, 4, every=2)
     errors = pool(2).run(s3.there, bucket.environment, _denied, bucket.path)
@@ -314,7 +305,7 @@ def test_a_store_that_denies_access_ends_a_load(pool: Pools, bucket: s3.Bucket) 
     assert "access denied" in errors[0]
 
 
-def test_refusals_name_the_way_out(pool: Pools, tmp_path: Path) -> None:
+def test_refusals_name_the_way_out(pool, tmp_path):
     folder = tmp_path / "run"
     pool(1).run(train, RUN, folder, 1, 4, every=2)
     other = pool(2).run(refusal, RUN, folder, 5, 6, prints={**PRINTS, "tokenizer": "x"})
@@ -333,7 +324,7 @@ def test_refusals_name_the_way_out(pool: Pools, tmp_path: Path) -> None:
     )
 
 
-def test_a_save_clears_what_killed_ones_have_left(pool: Pools, tmp_path: Path) -> None:
+def test_a_save_clears_what_killed_ones_have_left(pool, tmp_path):
     for step in (1, 9):
         (tmp_path / f".partial-step-{step}-0123abcd").write_bytes(b"")
         (tmp_path / f"step-{step}").mkdir()

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
-from tests.support.pool import Pools
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.sections import Checkpoint
 from titanlite.dist.dist_env import DistEnv
@@ -38,7 +37,7 @@ def _ask(
     return {"due": [step for step, _ in due], "times": [time for _, time in due], "met": met}
 
 
-def test_steps_cost_no_communication(pool: Pools) -> None:
+def test_steps_cost_no_communication(pool):
     config = Checkpoint(interval=10, milestones=[3, 14], enable_first_step_checkpoint=True)
     for found in pool(2).run(_ask, config, [1.0] * 25):
         assert found["due"] == [1, 3, 10, 14, 20]
@@ -47,7 +46,7 @@ def test_steps_cost_no_communication(pool: Pools) -> None:
     assert pool(2).run(_ask, config, [1.0] * 20)[0]["due"] == [1, 2, 4, 8, 10, 16, 20]
 
 
-def test_the_clock_of_rank_0_decides_for_all_and_is_seldom_asked(pool: Pools) -> None:
+def test_the_clock_of_rank_0_decides_for_all_and_is_seldom_asked(pool):
     config = Checkpoint(interval=100, interval_type="seconds")
     here, there = pool(2).run(_ask, config, [60.0] + [0.5] * 2000)
     assert here["due"] == there["due"]
@@ -59,7 +58,7 @@ def test_the_clock_of_rank_0_decides_for_all_and_is_seldom_asked(pool: Pools) ->
     assert len(here["met"]) < 1200
 
 
-def test_a_run_that_goes_back_saves_in_time(pool: Pools) -> None:
+def test_a_run_that_goes_back_saves_in_time(pool):
     """From step 59 to step 5: the clock is asked before step 60 comes again."""
     config = Checkpoint(interval=50, interval_type="seconds")
     (found, _) = pool(2).run(_ask, config, [1.0] * 160, steps=[*range(1, 60), *range(5, 110)])

@@ -30,10 +30,10 @@ from titanlite.config.sections import Checkpoint
 from titanlite.runs.lock import LockedError, RunLock
 
 
-def test_urls_that_cannot_work_are_refused_with_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_urls_that_cannot_work_are_refused_with_the_config(monkeypatch):
     from titanlite.config.checks import missing_packages
 
-    def refused(*urls: str) -> str:
+    def refused(*urls):
         keys = ("checkpoint.folder", "checkpoint.initial_load_path")
         flags = [f"--{key}={url}" for key, url in zip(keys, urls, strict=False)]
         return "\n".join(
@@ -57,9 +57,7 @@ def test_urls_that_cannot_work_are_refused_with_the_config(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_large_objects_are_written_and_read_in_parts(
-    bucket: s3.Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_objects_are_written_and_read_in_parts(bucket, monkeypatch):
     """Larger than what is sent and fetched at a time, read across the borders."""
     monkeypatch.setattr("titanlite.checkpoint.store_paths._PART", 5 << 20)
     content = os.urandom((11 << 20) + 17)
@@ -88,12 +86,7 @@ def _refused(url: str, folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_no_bucket_no_server_and_no_credentials_are_named(
-    bucket: s3.Bucket,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_no_bucket_no_server_and_no_credentials_are_named(bucket, tmp_path, monkeypatch, capsys):
     nowhere = "s3://no-such-bucket/run"
     assert f"checkpoint.folder: {nowhere}: there is no bucket s3://no-such-bucket" == _refused(
         nowhere, tmp_path
@@ -121,9 +114,7 @@ def test_no_bucket_no_server_and_no_credentials_are_named(
 
 
 @pytest.mark.slow
-def test_of_runs_that_start_together_one_holds_a_url_and_a_killed_one_is_taken_over(
-    bucket: s3.Bucket,
-) -> None:
+def test_of_runs_that_start_together_one_holds_a_url_and_a_killed_one_is_taken_over(bucket):
     code = (
         "import sys, os, signal; from titanlite.runs.lock import RunLock; "
         "from titanlite.checkpoint.store_paths import StorePath; "
@@ -146,7 +137,7 @@ def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StorePath:
     return StorePath(f"memory://{tmp_path.name}/run")
 
 
-def test_saves_work_and_old_checkpoints_stay(locked: StorePath) -> None:
+def test_saves_work_and_old_checkpoints_stay(locked):
     deleter = Deleter()
     for step in (2, 4, 6):
         clear_leftovers(locked, step, deleter)
@@ -162,7 +153,7 @@ def test_saves_work_and_old_checkpoints_stay(locked: StorePath) -> None:
     assert steps_in(locked) == [2, 4, 6]
 
 
-def test_a_lock_that_cannot_be_deleted_is_released_and_taken_over(locked: StorePath) -> None:
+def test_a_lock_that_cannot_be_deleted_is_released_and_taken_over(locked):
     for _ in range(2):
         with (
             RunLock(locked),

@@ -19,7 +19,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.cli.poison import Pickled
 from tests.support.checkpoints import RUN, load
-from tests.support.pool import Pools
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.torchtitan import open_torchtitan
 from titanlite.cli.hub.compare_checkpoints import quiet
@@ -102,7 +101,7 @@ def write_shards(world: DistEnv, folder: Path, args: LlamaArgs) -> None:
 
 
 @pytest.mark.parametrize("tensor", [1, 2], ids=["fsdp", "tp"])
-def test_ranks_load_their_parts(pool: Pools, tmp_path: Path, tensor: int) -> None:
+def test_ranks_load_their_parts(pool, tmp_path, tensor):
     args = RUN.args
     pool(2).run(write_shards, tmp_path / "step-4", args)
     run = replace(RUN, tensor=tensor)
@@ -114,14 +113,14 @@ def test_ranks_load_their_parts(pool: Pools, tmp_path: Path, tensor: int) -> Non
         assert torch.equal(found["weights"][name], expected), name
 
 
-def test_what_does_not_fit_is_listed(pool: Pools, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_listed(pool, tmp_path):
     weights = llama_weights(RUN.args)
     del weights["layers.1.attention.wk.weight"]
     weights["layers.0.ffn_norm.weight"] = torch.ones(3)
     weights["layers.9.attention.wo.weight"] = torch.ones(3, 3)
     source = write(tmp_path / "step-4", weights)
 
-    def refusal(path: Path, **fields: Any) -> str:
+    def refusal(path, **fields):
         (found,) = pool(1).run(load, RUN, tmp_path / "own", initial_load_path=str(path), **fields)
         return str(found["error"])
 
@@ -135,7 +134,7 @@ def test_what_does_not_fit_is_listed(pool: Pools, tmp_path: Path) -> None:
     assert "step-4 is of torchtitan: name it alone as checkpoint.initial_load_path" in said
 
 
-def test_experts_are_where_they_are_here(tmp_path: Path) -> None:
+def test_experts_are_where_they_are_here(tmp_path):
     spec = get_spec("qwen3_moe")
     args = replace(next(iter(spec.flavors.values())), n_experts=4, vocab_size=8)
     shapes = {"w1": (4, 8, 16), "w2": (4, 16, 8), "w3": (4, 8, 16)}
@@ -162,9 +161,7 @@ def test_experts_are_where_they_are_here(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["0.2", "0.1"])
-def test_an_export_takes_the_model_from_a_config(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: bool
-) -> None:
+def test_an_export_takes_the_model_from_a_config(tmp_path, capsys, old):
     tables = {"freqs_cis": torch.ones(4, dtype=torch.complex64)} if old else {}
     source = write(tmp_path / "step-4", llama_weights() | tables, old=old)
     (tmp_path / "run.toml").write_text(TOML)
@@ -179,7 +176,7 @@ def test_an_export_takes_the_model_from_a_config(
 
 
 @pytest.mark.parametrize("place", ["index", "tensor", "hole"])
-def test_files_of_somebody_else_run_no_code(tmp_path: Path, place: str) -> None:
+def test_files_of_somebody_else_run_no_code(tmp_path, place):
     source = write(tmp_path / "step-4", llama_weights())
     index = pickle.loads((source / ".metadata").read_bytes())
     at = next(key for key in index.storage_data if key.fqn == "norm.weight")

@@ -30,7 +30,7 @@ def _said(found: dict[str, Any], start: str) -> str:
 
 
 @pytest.mark.slow
-def test_last_save_holds_weights_only(pool: Pools, tmp_path: Path) -> None:
+def test_last_save_holds_weights_only(pool, tmp_path):
     flags = ["--training.steps=4", "--checkpoint.interval=2", "--checkpoint.async_mode=async"]
     pool(2).run(train_run, str(tmp_path / "full"), *flags)
     only = [
@@ -66,9 +66,7 @@ def test_last_save_holds_weights_only(pool: Pools, tmp_path: Path) -> None:
     assert unequal(root / "step-4", tmp_path / "full" / "checkpoint" / "step-4") == []
 
 
-def test_the_last_save_for_transformers_is_reported_beside_saves_in_the_background(
-    pool: Pools, tmp_path: Path
-) -> None:
+def test_the_last_save_for_transformers_is_reported_beside_saves_in_the_background(pool, tmp_path):
     flags = [
         "--checkpoint.async_mode=async",
         "--checkpoint.model_weights_only",
@@ -83,9 +81,7 @@ def test_the_last_save_for_transformers_is_reported_beside_saves_in_the_backgrou
     assert read_entries(tmp_path)[-1]["saved_step"] == 2
 
 
-def test_a_run_that_has_ended_stays_as_it_is_when_the_last_save_gets_another_form(
-    pool: Pools, tmp_path: Path
-) -> None:
+def test_a_run_that_has_ended_stays_as_it_is_when_the_last_save_gets_another_form(pool, tmp_path):
     flags = ["--training.steps=2", "--no-validation.enable"]
     pool(1).run(train_run, str(tmp_path), *flags)
     flags += ["--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
@@ -109,9 +105,7 @@ PP = "--experimental.pipeline_parallel_degree=2"
 @pytest.mark.parametrize(
     ("ranks", "degrees"), [(1, []), pytest.param(4, [PP], marks=pytest.mark.soak)]
 )
-def test_a_run_from_the_seed_is_a_fresh_run_bit_for_bit(
-    pool: Pools, tmp_path: Path, ranks: int, degrees: list[str]
-) -> None:
+def test_a_run_from_the_seed_is_a_fresh_run_bit_for_bit(pool, tmp_path, ranks, degrees):
     seeded = tmp_path / "seeded"
     fresh = tmp_path / "fresh"
     flags = ["--training.steps=3", "--training.batch_size=2", *degrees]
@@ -149,9 +143,7 @@ def _resume(
     return found
 
 
-def test_a_run_that_goes_on_on_other_ranks_is_verified(
-    pool: Pools, left: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_goes_on_on_other_ranks_is_verified(pool, left, tmp_path):
     assert _said(_resume(pool, 1, left, tmp_path / "run"), "resume verified") == (
         "resume verified at step 4: every file is as it was written; the next batch is the one "
         "that was to come"
@@ -170,14 +162,14 @@ def _late(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_skipped_batch_is_found(pool: Pools, left: Path, tmp_path: Path) -> None:
+def test_a_skipped_batch_is_found(pool, left, tmp_path):
     found = _resume(pool, 2, left, tmp_path / "run", function=_late)
     line = _said(found, "RESUME NOT VERIFIED at step 4: every file is as it was written;")
     assert line.endswith("the next batch is not the one that was to come then")
 
 
 @pytest.mark.slow
-def test_schedule_and_text_can_begin_anew(pool: Pools, left: Path, tmp_path: Path) -> None:
+def test_schedule_and_text_can_begin_anew(pool, left, tmp_path):
     anew = "--checkpoint.exclude_from_loading=lr_scheduler,dataloader"
     found = _resume(pool, 2, left, tmp_path / "run", anew, "--checkpoint.interval=5")
     before = losses_of(

@@ -5,7 +5,6 @@ torch.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -46,15 +45,13 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int) -> str:
         "--data.streaming auto --training.compile False --training.steps=5 debug_model.toml",
     ],
 )
-def test_flags_stand_before_and_behind_the_file(
-    words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_stand_before_and_behind_the_file(words, capsys):
     text = printed(capsys, "config", "check", *words.split(), code=0)
     assert "  steps          5, " in text
     assert "files          train_configs/debug_model.toml" in text
 
 
-def test_options_stand_before_and_behind_the_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_stand_before_and_behind_the_words(capsys):
     orders = [
         "launch local debug_model.toml --dry-run --launch.gpus_per_node 2",
         "launch local --dry-run --launch.gpus_per_node 2 debug_model.toml",
@@ -86,7 +83,7 @@ def test_options_stand_before_and_behind_the_words(capsys: pytest.CaptureFixture
         ("push x a/b --step 3", "--step is gone: name the checkpoint"),
     ],
 )
-def test_unknown_commands(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_commands(words, expected, capsys):
     assert expected in printed(capsys, *words.split(), code=exit_codes.CONFIG)
 
 
@@ -119,9 +116,7 @@ def test_unknown_commands(words: str, expected: str, capsys: pytest.CaptureFixtu
         ("data prepare a --out b", "titanlite data prepare [-h]", "required: --tokenizer"),
     ],
 )
-def test_wrong_options_show_the_usage_of_their_command(
-    words: str, usage: str, expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_options_show_the_usage_of_their_command(words, usage, expected, capsys):
     text = printed(capsys, *words.split(), code=exit_codes.CONFIG)
     assert text.startswith(f"usage: {usage}")
     assert expected in text
@@ -198,7 +193,7 @@ WITHOUT_TORCH = {
 }
 
 
-def test_commands_without_torch(tmp_path: Path) -> None:
+def test_commands_without_torch(tmp_path):
     (tmp_path / "mine.toml").write_text("")
     done = python("-c", RUN_ALL, json.dumps([*WITHOUT_TORCH]), cwd=tmp_path)
     answers = [json.loads(line) for line in done.stdout.splitlines()]

@@ -6,7 +6,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,9 +26,7 @@ def found(check: Callable[[], Iterator[tuple[str, ...]]], status: str) -> str:
     return "\n".join(" ".join(words) for one, *words in check() if one == status)
 
 
-def test_every_check_is_documented_and_no_secret_is_shown(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_check_is_documented_and_no_secret_is_shown(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     flags = [f"--job.dump_folder={tmp_path}/new/run", "--model.tokenizer_path=/no"]
     flags += ["--checkpoint.enable_checkpoint", "--training.compile"]
@@ -45,7 +42,7 @@ def test_every_check_is_documented_and_no_secret_is_shown(
     assert code == 1 and "a CPU has no float8 products" in text  # the 8B wants them
 
 
-def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_folders(monkeypatch, tmp_path):
     assert "cannot be written to" in found(lambda: doctor._folder("/proc"), ERROR)
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now - 60)
@@ -53,7 +50,7 @@ def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert re.search(r"differs by \+[3-6]\d s", said)
 
 
-def test_the_interface_that_gloo_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interface_that_gloo_takes(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "ens5")])
     monkeypatch.setattr("socket.gethostbyname", lambda _: "127.0.1.1")
@@ -64,7 +61,7 @@ def test_the_interface_that_gloo_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "but the interfaces are lo, ens5" in found(doctor._network, ERROR)
 
 
-def test_gpus_with_faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpus_with_faults(monkeypatch, tmp_path):
     tool = tmp_path / "nvidia-smi"
     rows = (
         "0, NVIDIA A100, 550.1, 40960, 12, 8.0, 3\\n1, NVIDIA H100, 550.1, 81920, 5000, 9.0, "
@@ -93,7 +90,7 @@ def test_gpus_with_faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert "NCCL needs more" in found(doctor._limits, ERROR)
 
 
-def test_the_documented_table_of_instances_is_that_of_the_code() -> None:
+def test_the_documented_table_of_instances_is_that_of_the_code():
     row = r"^\| (`.*) \| (\d x \S+, \d+ GB) \| (\S+) \|$"
     documented = {
         name: (machine, int(efa.replace("–", "0")))
@@ -125,7 +122,7 @@ REFUSAL = (
 )
 
 
-def test_windows_is_refused_in_one_line() -> None:
+def test_windows_is_refused_in_one_line():
     done = python("-c", f"{WINDOWS}from titanlite.main import main; main(['--training.steps=1'])")
     assert done.stderr == REFUSAL
     assert done.stdout == ""
@@ -140,9 +137,7 @@ def test_windows_is_refused_in_one_line() -> None:
         ("cuda", None, ""),
     ],
 )
-def test_what_is_said_of_an_accelerator(
-    monkeypatch: pytest.MonkeyPatch, accelerator: str, hip: str | None, warning: str
-) -> None:
+def test_what_is_said_of_an_accelerator(monkeypatch, accelerator, hip, warning):
     device = torch.device(accelerator)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: device)
     monkeypatch.setattr(torch.version, "hip", hip)

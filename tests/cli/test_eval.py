@@ -18,6 +18,7 @@ from tests.support.commands import evaluate_run
 from tests.support.hf import hf_folder
 from tests.support.pool import Pools
 from tests.support.processes import ROOT, python, titanlite
+from tests.support.task_files import TASKS, without_shipped_tasks, write_tasks
 from tests.support.texts import write_texts
 from tests.support.whole_runs import train_run
 from titanlite import doors, exit_codes
@@ -66,9 +67,7 @@ def _equal(result: ValidationResult, row: dict[str, Any]) -> bool:
     return len(found) == 4 and all(row[key] == value for key, value in found.items())
 
 
-def test_it_equals_the_figures_of_the_run_to_the_last_bit(
-    pool: Pools, trained: tuple[Path, dict[str, Any]]
-) -> None:
+def test_it_equals_the_figures_of_the_run_to_the_last_bit(pool, trained):
     folder, row = trained
     before = _contents(folder)
     assert all(_equal(result, row) for result in pool(2).run(evaluate_run, folder))
@@ -76,17 +75,13 @@ def test_it_equals_the_figures_of_the_run_to_the_last_bit(
 
 
 @pytest.mark.slow
-def test_tensor_parallel_ranks_measure_what_their_run_has_logged(
-    pool: Pools, tmp_path: Path
-) -> None:
+def test_tensor_parallel_ranks_measure_what_their_run_has_logged(pool, tmp_path):
     row = _train(pool, tmp_path, "--training.tensor_parallel_degree=2")
     assert all(_equal(result, row) for result in pool(2).run(evaluate_run, tmp_path / "run"))
 
 
 @pytest.mark.slow
-def test_ranks_of_torchrun_measure_together_and_one_prints_a_json_object(
-    trained: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_ranks_of_torchrun_measure_together_and_one_prints_a_json_object(trained, tmp_path):
     folder, row = trained
     words = ["-m", "titanlite.torchrun", "--nproc_per_node=2", "--standalone", "-m", "titanlite"]
     done = python(*words, "eval", folder / "checkpoint" / "step-2", "--json", cwd=tmp_path)
@@ -97,7 +92,7 @@ def test_ranks_of_torchrun_measure_together_and_one_prints_a_json_object(
     assert set(found["sources"]) == {"c4_test", "c4_validation"}
 
 
-def test_the_command_prints_a_table(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_the_command_prints_a_table(trained, tmp_path):
     done = titanlite("eval", trained[0], "--validation.batch_size=8", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     title, head, *rows = done.stdout.splitlines()
@@ -127,8 +122,8 @@ checkpoint.local_folder = '/nvme'
 
 
 def test_a_kept_config_of_another_version_is_evaluated_with_one_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(doors, "lack", lambda place: "is not here" if "contrib" in place else "")
     manifest: Any = SimpleNamespace(config={"toml": KEPT})
     run = config_of(tmp_path, manifest, None, [], 1)
@@ -156,14 +151,14 @@ def test_a_kept_config_of_another_version_is_evaluated_with_one_warning(
     ],
 )
 def test_what_decides_about_the_losses_and_the_users_flags_must_be_right(
-    tmp_path: Path, toml: str, flags: list[str], wrong: str
-) -> None:
+    tmp_path, toml, flags, wrong
+):
     manifest: Any = SimpleNamespace(config={"toml": toml})
     with pytest.raises(ConfigError, match=re.escape(wrong)):
         config_of(tmp_path, manifest, None, flags, 1)
 
 
-def test_weights_of_another_tokenizer_are_refused(trained: tuple[Path, dict[str, Any]]) -> None:
+def test_weights_of_another_tokenizer_are_refused(trained):
     step = checkpoint_of(trained[0])
     manifest = read_manifest(step)
     flags = [
@@ -183,40 +178,22 @@ needs_harness = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None,
     reason="lm_eval is not installed: `titanlite eval` is NOT tested",
 )
-_COMMON = "dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {file}\ntest_split: test\n"
-TASKS = {
-    "tiny_choice": "output_type: multiple_choice\ndoc_to_text: '{{text}}'\ndoc_to_choice: ['a "
-    "cat', ' dogs, and on']\n"
-    "doc_to_target: 0\nmetric_list: [{metric: acc}, {metric: acc_norm}]\n",
-    "tiny_rolling": "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: "
-    "'{{text}}'\n"
-    "metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}]\n",
-}
-
-
-def _tasks(folder: Path) -> Path:
-    file = folder / "texts.jsonl"
-    texts = ["The first of all", "", "Some words that go on " * 12, "Naïve – 日本", "a b c"]
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    for name, lines in TASKS.items():
-        (folder / f"{name}.yaml").write_text(f"task: {name}\n{_COMMON.format(file=file)}{lines}")
-    return folder
 
 
 @needs_harness
 @pytest.mark.slow
-def test_every_kind_of_request_equals_the_harness_own_backend(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_kind_of_request_equals_the_harness_own_backend(tmp_path, capsys, monkeypatch):
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = hf_folder(tmp_path / "model")
-    tasks = _tasks(tmp_path)
+    texts = ["The first of all", "", "Some words that go on " * 12, "Naïve – 日本", "a b c"]
+    tasks = write_tasks(tmp_path, texts)
     words = ["--tasks", ",".join(TASKS), "--include-path", str(tasks), "--device=cpu", "--json"]
-    assert main(["eval", str(folder), *words, "--batch-size=2"]) == 0
+    with without_shipped_tasks():
+        assert main(["eval", str(folder), *words, "--batch-size=2"]) == 0
     ours = json.loads(capsys.readouterr().out)["results"]
     theirs = lm_eval.simple_evaluate(
         HFLM(
@@ -231,13 +208,12 @@ def test_every_kind_of_request_equals_the_harness_own_backend(
         assert numbers and {key: ours[name][key] for key in numbers} == pytest.approx(
             numbers, rel=1e-5
         ), name
-    assert main(["eval", str(folder), "--tasks=no_such_task"]) == exit_codes.CONFIG
-    assert "the harness has no task 'no_such_task'" in capsys.readouterr().err
+    assert main(["eval", str(folder), "--tasks=hellaswag,no_such_task"]) == exit_codes.CONFIG
+    said = capsys.readouterr().err
+    assert "the harness has no task 'no_such_task'" in said and "hellaswag" not in said
 
 
-def test_a_missing_harness_is_named_with_its_command(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_harness_is_named_with_its_command(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     (tmp_path / "model.safetensors").touch()
     assert main(["eval", str(tmp_path), "--tasks=x"]) == exit_codes.CONFIG

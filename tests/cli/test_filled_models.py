@@ -86,7 +86,7 @@ def theirs(folder: Path) -> torch.Tensor:
 
 @pytest.mark.slow_after(3)
 @pytest.mark.parametrize("case", CASES)
-def test_every_family(tmp_path: Path, case: str) -> None:
+def test_every_family(tmp_path, case):
     family, own = CASES[case]
     fields = SPECS[family].args_class.__dataclass_fields__
     known = {name: value for name, value in {**SIZES, **own}.items() if name in fields}

@@ -43,12 +43,7 @@ def _fault(kind: str, folder: Path) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("kind", ["tokenizer", "vocabulary", "tokens", "training", "validation"])
-def test_a_fault_ends_the_command_before_any_process_starts(
-    kind: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_fault_ends_the_command_before_any_process_starts(kind, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(first_look, "__defaults__", (600.0,))
     monkeypatch.setattr(train_command, "start_ranks", _never)
     flags, said = _fault(kind, tmp_path)
@@ -58,9 +53,7 @@ def test_a_fault_ends_the_command_before_any_process_starts(
         assert said in capfd.readouterr().err
 
 
-def test_text_behind_a_url_and_missing_files_are_left_to_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_behind_a_url_and_missing_files_are_left_to_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", _never)
     monkeypatch.setattr(socket, "getaddrinfo", _never)
     for flag in (
@@ -74,9 +67,7 @@ def test_text_behind_a_url_and_missing_files_are_left_to_the_run(
         assert first_look(run, 600.0) == ""
 
 
-def test_a_tokenizer_with_far_fewer_ids_than_the_model_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tokenizer_with_far_fewer_ids_than_the_model_is_told(tmp_path, capsys):
     bundled_as_json().save(str(tmp_path / "tokenizer.json"))
     words = ["config", "check", "debug_model.toml", f"--model.tokenizer_path={tmp_path}"]
     for size, told in ((2 * 2304, False), (2 * 2304 + 1, True)):
@@ -87,7 +78,7 @@ def test_a_tokenizer_with_far_fewer_ids_than_the_model_is_told(
         ) == told
 
 
-def test_a_look_that_takes_long_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_that_takes_long_stops_nothing(monkeypatch):
     end = threading.Event()
     monkeypatch.setattr(tokenizer, "load_tokenizer", lambda *_: end.wait(600))
     said = first_look(check_config(["--job.config_file=debug_model.toml"])[1], 0.01)

@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.commands import Command
 from tests.support.hub_server import HubServer
 from tests.support.processes import ended, environment, titanlite
 from tests.support.shards import TEXTS, write_c4
@@ -51,7 +50,7 @@ def texts_of(folder: Path) -> list[str]:
     ]
 
 
-def test_the_tokens_are_those_of_training_on_text(tmp_path: Path, command: Command) -> None:
+def test_the_tokens_are_those_of_training_on_text(tmp_path, command):
     text = write_records(tmp_path / "text")
     code, out = command("prepare", text, "--out", tmp_path / "out")
     assert code == 0
@@ -70,9 +69,7 @@ def test_the_tokens_are_those_of_training_on_text(tmp_path: Path, command: Comma
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
-def test_a_large_file_is_shared_by_any_number_of_processes(
-    tmp_path: Path, command: Command, kind: str
-) -> None:
+def test_a_large_file_is_shared_by_any_number_of_processes(tmp_path, command, kind):
     lines = [json.dumps({"text": f"record {n} " + "word " * (n * 7 % 40)}) for n in range(300)]
     lines[150:150] = ["", ""]  # no documents
     file = tmp_path / f"big.{kind}"
@@ -100,7 +97,7 @@ def test_a_large_file_is_shared_by_any_number_of_processes(
     assert len(groups) == 1 if kind == "jsonl.gz" else len(groups) > 10
 
 
-def test_an_error_in_a_large_file_names_the_place(tmp_path: Path, command: Command) -> None:
+def test_an_error_in_a_large_file_names_the_place(tmp_path, command):
     (tmp_path / "a.jsonl").write_text(
         '{"text": "good"}\n' * 20 + '{"text": 3}\n' + '{"text": "good"}\n' * 20
     )
@@ -111,7 +108,7 @@ def test_an_error_in_a_large_file_names_the_place(tmp_path: Path, command: Comma
     assert "a.jsonl from byte 272 on, line 5: the key 'text' must be a string" in printed
 
 
-def test_prompts_are_no_targets(tmp_path: Path, command: Command) -> None:
+def test_prompts_are_no_targets(tmp_path, command):
     records = [{"q": "why " * (n % 5) + "ask", "a": " say" + " so" * n} for n in range(9)]
     text = tmp_path / "a.jsonl"
     out = tmp_path / "out"
@@ -129,9 +126,7 @@ def test_prompts_are_no_targets(tmp_path: Path, command: Command) -> None:
 
 
 @pytest.mark.slow
-def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(
-    tmp_path: Path, command: Command
-) -> None:
+def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(tmp_path, command):
     whole = tmp_path / "whole"
     killed = tmp_path / "killed"
     text = tmp_path / "text.jsonl"
@@ -175,7 +170,7 @@ def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(
 
 
 @pytest.mark.slow
-def test_a_changed_file_is_tokenized_again(tmp_path: Path, command: Command) -> None:
+def test_a_changed_file_is_tokenized_again(tmp_path, command):
     text = write_records(tmp_path / "text")
     out = tmp_path / "out"
     words = ["prepare", text, "--out", out, "--part-tokens", 100, "--workers", 1]
@@ -195,7 +190,7 @@ def test_a_changed_file_is_tokenized_again(tmp_path: Path, command: Command) -> 
 
 
 @pytest.mark.slow
-def test_a_data_set_of_the_hub_is_continued_after_a_lost_server(tmp_path: Path) -> None:
+def test_a_data_set_of_the_hub_is_continued_after_a_lost_server(tmp_path):
     pytest.importorskip("datasets")
     write_c4(tmp_path / "hub", shards=3)
     with HubServer(tmp_path / "hub") as hub:
@@ -230,8 +225,8 @@ def test_a_data_set_of_the_hub_is_continued_after_a_lost_server(tmp_path: Path) 
     ],
 )
 def test_what_a_failed_call_says_and_leaves_fits_the_right_call(
-    tmp_path: Path, command: Command, content: dict[str, object], right: str, wrong: str
-) -> None:
+    tmp_path, command, content, right, wrong
+):
     (tmp_path / "a.jsonl").write_text(json.dumps(content) + "\n")
     words = ["prepare", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--chat-template=plain"]
     code, printed = command(*words, wrong)
@@ -242,9 +237,7 @@ def test_what_a_failed_call_says_and_leaves_fits_the_right_call(
     assert code == 0, printed
 
 
-def test_an_index_that_was_changed_or_names_files_outside_is_refused(
-    tmp_path: Path, command: Command
-) -> None:
+def test_an_index_that_was_changed_or_names_files_outside_is_refused(tmp_path, command):
     text = write_records(tmp_path / "text")
     out = tmp_path / "out"
     assert command("prepare", text, "--out", out)[0] == 0
@@ -270,7 +263,7 @@ def test_an_index_that_was_changed_or_names_files_outside_is_refused(
 
 
 @pytest.mark.slow
-def test_it_writes_into_no_other_folder(tmp_path: Path, command: Command) -> None:
+def test_it_writes_into_no_other_folder(tmp_path, command):
     text = write_records(tmp_path / "text")
     out = tmp_path / "out"
     with RunLock(out):
@@ -296,7 +289,7 @@ def test_it_writes_into_no_other_folder(tmp_path: Path, command: Command) -> Non
 # `titanlite data peek`
 
 
-def test_peek_shows_what_the_model_sees(tmp_path: Path, command: Command) -> None:
+def test_peek_shows_what_the_model_sees(tmp_path, command):
     text = write_records(tmp_path / "text", 1, 3)
     out = tmp_path / "out"
     command("prepare", text, "--out", out)
@@ -316,7 +309,7 @@ def test_peek_shows_what_the_model_sees(tmp_path: Path, command: Command) -> Non
     assert "--first 1000: the text has" in command("peek", *config, "--first", 1000)[1]
 
 
-def test_peek_names_the_record_of_each_document(tmp_path: Path, command: Command) -> None:
+def test_peek_names_the_record_of_each_document(tmp_path, command):
     text = write_records(tmp_path / "text")
     out = tmp_path / "out"
     command("prepare", text, "--out", out)
@@ -327,7 +320,7 @@ def test_peek_names_the_record_of_each_document(tmp_path: Path, command: Command
     assert "── document a: 0 = " in command("peek", source, *common, "--rows", 4)[1]
 
 
-def test_peek_begins_with_the_figures_of_the_text(tmp_path: Path, command: Command) -> None:
+def test_peek_begins_with_the_figures_of_the_text(tmp_path, command):
     text = write_records(tmp_path / "text")
     out = tmp_path / "out"
     command("prepare", text, "--out", out)
@@ -351,7 +344,7 @@ def test_peek_begins_with_the_figures_of_the_text(tmp_path: Path, command: Comma
 # Folders that leave a choice of text
 
 
-def test_configs_and_commands_refuse_before_any_work(tmp_path: Path, command: Command) -> None:
+def test_configs_and_commands_refuse_before_any_work(tmp_path, command):
     clone = write_files(tmp_path / "clone", *CLONE)
     keys = [
         f"--training.dataset_path={clone}",
@@ -387,7 +380,7 @@ def test_configs_and_commands_refuse_before_any_work(tmp_path: Path, command: Co
     assert "2 documents" in printed
 
 
-def test_the_start_report_names_files_and_warns(tmp_path: Path) -> None:
+def test_the_start_report_names_files_and_warns(tmp_path):
     clone = write_files(tmp_path / "clone", *CLONE)
     keys = [f"--training.dataset_path={clone}/data/*.parquet", "--training.seq_len=8"]
     run = load_config("debug_model.toml", 1, keys)

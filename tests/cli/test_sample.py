@@ -18,7 +18,6 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.support.checkpoints import write_weights
-from tests.support.golden_run import GoldenRun
 from tests.support.hf import hf_folder
 from tests.support.processes import environment
 from titanlite import exit_codes, generate
@@ -49,7 +48,7 @@ def sample(capsys: pytest.CaptureFixture[str]) -> Any:
     return run
 
 
-def test_a_hugging_face_folder_continues_as_transformers_does(hf: Path, sample: Any) -> None:
+def test_a_hugging_face_folder_continues_as_transformers_does(hf, sample):
     prompts = ["Once upon a time", "A naïve question:"]
     found = sample(hf, *prompts, "--temperature=0", "--max-tokens=64", "--json")
     model = LlamaForCausalLM.from_pretrained(hf).eval()
@@ -68,9 +67,7 @@ def test_a_hugging_face_folder_continues_as_transformers_does(hf: Path, sample: 
     assert "128 tokens, " in err
 
 
-def test_chat_renders_the_template_and_ends_with_the_turn(
-    hf: Path, sample: Any, tmp_path: Path
-) -> None:
+def test_chat_renders_the_template_and_ends_with_the_turn(hf, sample, tmp_path):
     (one,) = sample(hf, "Hello", "--chat", "--json", "--max-tokens=80", "--seed=1")["samples"]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(hf)
     message = [{"role": "user", "content": "Hello"}]
@@ -121,12 +118,12 @@ def _their_dialogue(hf: Path, lines: list[str], max_tokens: int, limit: int) -> 
     return answers
 
 
-def test_a_dialogue_keeps_what_was_said_and_drops_the_oldest_turns(
-    hf: Path, sample: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dialogue_keeps_what_was_said_and_drops_the_oldest_turns(hf, sample, monkeypatch):
     lines = ["Hello", "And you?", "Why?", "Who is it?"]
     text = "\n".join([*lines[:2], "", "word " * 100, *lines[2:]])
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    terminal: Any = io.StringIO(text)
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", terminal)
     out, err = sample(hf, "--chat", "--temperature=0", "--max-tokens=8")
     assert out.split("\n") == [*_their_dialogue(hf, lines, 8, 96), ""]
     assert err.count("error: this message has ") == 1
@@ -136,7 +133,7 @@ def test_a_dialogue_keeps_what_was_said_and_drops_the_oldest_turns(
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_answer_and_the_end_of_input_the_dialogue(hf: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_answer_and_the_end_of_input_the_dialogue(hf, tmp_path):
     """A checkpoint behind a pipe: an answer comes token by token."""
     source = open_source(hf)
     args = replace(source.args, max_seq_len=8192)
@@ -165,7 +162,7 @@ def test_ctrl_c_ends_the_answer_and_the_end_of_input_the_dialogue(hf: Path, tmp_
         assert process.wait(60) == 0
 
 
-def test_python_gets_the_text_of_the_command(hf: Path, sample: Any) -> None:
+def test_python_gets_the_text_of_the_command(hf, sample):
     options = {"max_tokens": 9, "top_k": 40, "top_p": 0.9, "temperature": 0.8, "seed": 5}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     for more in ({}, {"chat": True}):
@@ -180,9 +177,7 @@ def test_python_gets_the_text_of_the_command(hf: Path, sample: Any) -> None:
 
 
 @pytest.mark.slow
-def test_prompts_of_a_run_are_drawn_by_the_seed(
-    golden: GoldenRun, sample: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_of_a_run_are_drawn_by_the_seed(golden, sample, monkeypatch):
     words = ["--max-tokens=7", "--top-k=40", "--top-p=0.9", "--json"]
     prompts = [f"{number} and" for number in range(9)]
     found = sample(golden.folder, *prompts, *words)
@@ -201,8 +196,8 @@ def test_prompts_of_a_run_are_drawn_by_the_seed(
 
 
 def test_a_checkpoint_without_a_config_is_sampled_with_the_tokenizer_that_it_names(
-    hf: Path, sample: Any, tmp_path: Path
-) -> None:
+    hf, sample, tmp_path
+):
     source = open_source(hf)
     model = get_spec(source.family).build(source.args)
     model.load_state_dict({name: source.read(name) for name in source.empty})
@@ -217,9 +212,7 @@ def test_a_checkpoint_without_a_config_is_sampled_with_the_tokenizer_that_it_nam
     assert sample(step, *words, "--tokenizer", hf)["samples"]
 
 
-def test_what_cannot_be_sampled_is_refused(
-    golden: GoldenRun, hf: Path, sample: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_sampled_is_refused(golden, hf, sample, tmp_path, monkeypatch):
     long = "word " * 200
     for words, code, message in (
         ([tmp_path, "x"], exit_codes.CHECKPOINT, "no checkpoints"),

@@ -51,7 +51,7 @@ if "titanlite.torchrun" in sys.orig_argv:
 
 
 @pytest.mark.parametrize("when", ["in the check", "while torchrun's Python starts"])
-def test_a_stop_before_torchrun_listens_ends_with_code_5(tmp_path: Path, when: str) -> None:
+def test_a_stop_before_torchrun_listens_ends_with_code_5(tmp_path, when):
     if when == "in the check":
         program = tmp_path / "nvidia-smi"
         program.write_text("#!/bin/sh\nkill -TERM $PPID\nsleep 0.2\n")
@@ -66,7 +66,7 @@ def test_a_stop_before_torchrun_listens_ends_with_code_5(tmp_path: Path, when: s
     assert done.stderr == "stopped: SIGTERM before the first step\n"
 
 
-def test_the_command_line_of_torchrun(start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_of_torchrun(start, monkeypatch):
     monkeypatch.setenv("NGPU", "3")
     monkeypatch.setenv("LOG_RANK", "0,2")
     given = start("debug_model.toml", "--job.description", "two words")
@@ -80,7 +80,7 @@ def test_the_command_line_of_torchrun(start, monkeypatch: pytest.MonkeyPatch) ->
     assert "--nproc_per_node 4 " in start("debug_model.toml", "--nproc", "4")
 
 
-def test_one_of_several_machines(start, monkeypatch, capsys) -> None:
+def test_one_of_several_machines(start, monkeypatch, capsys):
     given = start(
         "debug_model.toml", "--nproc=1", "--nnodes=2", "--node-rank=1", "--master=10.0.0.1"
     )
@@ -97,7 +97,7 @@ def test_one_of_several_machines(start, monkeypatch, capsys) -> None:
     assert "torchrun" in capsys.readouterr().err
 
 
-def test_section_launch(start, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_section_launch(start, monkeypatch, capsys):
     several = ["debug_model.toml", "--nproc=1", "--launch.nodes=2"]
     assert start(*several) == exit_codes.CONFIG
     assert "set launch.system to submit it" in capsys.readouterr().err
@@ -110,7 +110,7 @@ def test_section_launch(start, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     assert (os.environ["NCCL_DEBUG"], os.environ["HF_TOKEN"]) == ("INFO", "s3cret")
 
 
-def test_rank_0_alone_has_the_terminal_to_itself(start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_alone_has_the_terminal_to_itself(start, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert "--local-ranks-filter 0 --redirects 1:3,2:3 --log-dir " in start(
         "debug_model.toml", "--nproc=3"
@@ -121,9 +121,7 @@ def test_rank_0_alone_has_the_terminal_to_itself(start, monkeypatch: pytest.Monk
     assert os.environ.pop("FORCE_COLOR") == "1"
 
 
-def test_one_rank_per_visible_gpu(
-    start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
-) -> None:
+def test_one_rank_per_visible_gpu(start, monkeypatch, tmp_path, capsys):
     tool = tmp_path / "nvidia-smi"
     tool.write_text('#!/bin/sh\nfor i in 0 1 2 3; do echo "GPU $i: NVIDIA"; done\n')
     tool.chmod(0o755)
@@ -145,18 +143,14 @@ def test_one_rank_per_visible_gpu(
     ("name", "value", "text"),
     [("NGPU", "0", "NGPU: expected an integer"), ("LOG_RANK", "2", "from 0 to 0")],
 )
-def test_wrong_settings_are_named(
-    start, monkeypatch: pytest.MonkeyPatch, capsys, name, value, text
-) -> None:
+def test_wrong_settings_are_named(start, monkeypatch, capsys, name, value, text):
     monkeypatch.setenv("NGPU", "1")
     monkeypatch.setenv(name, value)
     assert start("debug_model.toml") == exit_codes.CONFIG
     assert text in capsys.readouterr().err
 
 
-def test_it_submits_to_the_system_of_the_config(
-    start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
-) -> None:
+def test_it_submits_to_the_system_of_the_config(start, monkeypatch, tmp_path, capsys):
     sbatch = tmp_path / "sbatch"
     sbatch.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\necho 17\n')
     sbatch.chmod(0o755)
@@ -174,8 +168,8 @@ def test_it_submits_to_the_system_of_the_config(
     ids=str,
 )
 def test_ranks_on_cpus_get_settings_of_malloc_unless_the_user_chose(
-    start, monkeypatch: pytest.MonkeyPatch, gpus: int, own: dict[str, str], chosen: str | None
-) -> None:
+    start, monkeypatch, gpus, own, chosen
+):
     kept = {name: os.environ[name] for name in ("PATH", "TMPDIR")}
     monkeypatch.setattr(os, "environ", kept | own)
     monkeypatch.setattr(train, "count_gpus", lambda: gpus)

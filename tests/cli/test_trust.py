@@ -86,11 +86,11 @@ REASONS = {
 }
 
 
-def test_every_command_is_judged() -> None:
+def test_every_command_is_judged():
     assert {*SHOWS, *MODEL, *REASONS} == set(commands(make_parser()))
 
 
-def test_commands_that_could_refuse_have_the_flag_and_explain_it() -> None:
+def test_commands_that_could_refuse_have_the_flag_and_explain_it():
     for name, parser in commands(make_parser()).items():
         assert (trust.FLAG in parser.format_help()) == (name in {*MODEL, "push"}), name
 
@@ -168,7 +168,7 @@ def _started() -> NoReturn:
 
 
 @pytest.mark.parametrize("command", sorted(SHOWS))
-def test_what_is_only_shown_is_not_run(poisoned: Poisoned, command: str) -> None:
+def test_what_is_only_shown_is_not_run(poisoned, command):
     poison(poisoned.step, code_config(poisoned.evil, "beside"), poisoned.evil.named("SPEC"))
     words, expected = SHOWS[command]
     code, said = poisoned.call(command, words)
@@ -179,7 +179,7 @@ def test_what_is_only_shown_is_not_run(poisoned: Poisoned, command: str) -> None
 
 
 @pytest.mark.parametrize("command", sorted(MODEL))
-def test_a_model_that_the_manifest_names_is_not_imported(poisoned: Poisoned, command: str) -> None:
+def test_a_model_that_the_manifest_names_is_not_imported(poisoned, command):
     path = poisoned.evil.named("SPEC", "beside" if command == "sample" else "file")
     poison(poisoned.step, family=path)
     code, said = poisoned.call(command, MODEL[command])
@@ -192,7 +192,7 @@ def test_a_model_that_the_manifest_names_is_not_imported(poisoned: Poisoned, com
 
 
 @pytest.mark.parametrize("way", ["file", "beside", "module"])
-def test_code_that_a_kept_config_names_is_not_imported(poisoned: Poisoned, way: str) -> None:
+def test_code_that_a_kept_config_names_is_not_imported(poisoned, way):
     poison(poisoned.step, code_config(poisoned.evil, way))
     code, said = poisoned.call("eval", ["{step}"])
     assert code == exit_codes.CONFIG
@@ -208,9 +208,7 @@ def test_code_that_a_kept_config_names_is_not_imported(poisoned: Poisoned, way: 
     assert "started" in said
 
 
-def test_variables_and_other_files_that_a_kept_config_names_are_read_with_the_flag_alone(
-    poisoned: Poisoned,
-) -> None:
+def test_variables_and_other_files_that_a_kept_config_names_are_read_with_the_flag_alone(poisoned):
     other = poisoned.run / "other.toml"
     other.write_text(f'[model]\nname = "{poisoned.evil.named("SPEC")}"\n')
     with HubServer(poisoned.run) as server:
@@ -233,7 +231,7 @@ def test_variables_and_other_files_that_a_kept_config_names_are_read_with_the_fl
         assert any(SECRET in request.path for request in server.requests), said
 
 
-def test_a_flag_of_the_user_replaces_what_the_checkpoint_names(poisoned: Poisoned) -> None:
+def test_a_flag_of_the_user_replaces_what_the_checkpoint_names(poisoned):
     poison(poisoned.step, {"validation.dataset": poisoned.evil.named("texts")})
     _, said = poisoned.call("eval", ["{step}"], "--validation.dataset=c4_test")
     assert "started" in said
@@ -241,7 +239,7 @@ def test_a_flag_of_the_user_replaces_what_the_checkpoint_names(poisoned: Poisone
     assert not poisoned.evil.ran
 
 
-def test_claims_are_of_the_values_in_effect_alone() -> None:
+def test_claims_are_of_the_values_in_effect_alone():
     text = (
         '[[data.source]]\nname = "evil:texts"\n[[data.source]]\nname = "c4"\n'
         '[[validation.sources]]\nname = "evil:held_out"\n'
@@ -262,7 +260,7 @@ def test_claims_are_of_the_values_in_effect_alone() -> None:
     assert not read_text(text, file)[0].claims
 
 
-def test_the_code_of_ones_own_config_needs_no_flag(poisoned: Poisoned) -> None:
+def test_the_code_of_ones_own_config_needs_no_flag(poisoned):
     own = poisoned.run / "own.toml"
     own.write_text(f'[model]\nname = "./{poisoned.evil.file.name}:SPEC"\nflavor = "debugmodel"\n')
     code, said = poisoned.call("config check", [str(own)])
@@ -295,7 +293,7 @@ def _is_announced(said: str, evil: Evil, value: str) -> None:
 # Files of weights, folders of Hugging Face's, tokens
 
 
-def test_a_hugging_face_folder_runs_no_code(poisoned: Poisoned, tmp_path: Path) -> None:
+def test_a_hugging_face_folder_runs_no_code(poisoned, tmp_path):
     from tests.support.hf import hf_folder
 
     folder = hf_folder(tmp_path / "hf")
@@ -319,7 +317,7 @@ def test_a_hugging_face_folder_runs_no_code(poisoned: Poisoned, tmp_path: Path) 
     assert "SecurityError" in said or "refuses it" in said
 
 
-def test_tokens_with_objects_are_refused(poisoned: Poisoned, tmp_path: Path) -> None:
+def test_tokens_with_objects_are_refused(poisoned, tmp_path):
     import numpy as np
 
     tokens = tmp_path / "tokens.npy"
@@ -332,7 +330,7 @@ def test_tokens_with_objects_are_refused(poisoned: Poisoned, tmp_path: Path) -> 
     assert poisoned.evil.ran
 
 
-def test_a_chain_of_urls_is_refused(tmp_path: Path) -> None:
+def test_a_chain_of_urls_is_refused(tmp_path):
     """fsspec follows the chain, and renders templates in the file at its end: older versions
     without a sandbox.
     """
@@ -358,9 +356,7 @@ def test_a_chain_of_urls_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_training_from_a_poisoned_checkpoint_runs_none_of_its_code(
-    poisoned: Poisoned, tmp_path: Path
-) -> None:
+def test_training_from_a_poisoned_checkpoint_runs_none_of_its_code(poisoned, tmp_path):
     """The user's own config names the code; the manifest's record is only compared."""
     from tests.support.golden_run import FLAGS
     from tests.support.ranks import train
@@ -390,7 +386,7 @@ def _files_with(pattern: str) -> set[str]:
     return {str(file.relative_to(ROOT)) for file, text in files.items() if re.search(pattern, text)}
 
 
-def test_code_is_imported_by_name_in_known_places_alone() -> None:
+def test_code_is_imported_by_name_in_known_places_alone():
     """A new place must ask `titanlite.config.trust` first, and be added here."""
     assert _files_with(r"(?<![\w.`])(__import__|eval|exec|compile)\(") == set()
     assert _files_with(r"config import dotted_paths|config\.dotted_paths|load_callbacks\(") == {
@@ -417,7 +413,7 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
     }
 
 
-def test_every_record_of_a_model_and_every_text_of_a_config_says_whose_it_is() -> None:
+def test_every_record_of_a_model_and_every_text_of_a_config_says_whose_it_is():
     call = r"(?<![\w.])(?<!def )(from_record|read_text)\("
     assert _files_with(call) == {
         "checkpoint/choice.py",

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 import torch
@@ -43,10 +42,10 @@ def words(text: str) -> list[str]:
     return [f"--{flag}" for flag in text.split()]
 
 
-def test_a_stage_reports_all_its_problems_and_hides_the_later_ones(tmp_path: Path) -> None:
+def test_a_stage_reports_all_its_problems_and_hides_the_later_ones(tmp_path):
     file = tmp_path / "run.toml"
 
-    def found(text: str, *flags: str) -> list[str]:
+    def found(text, *flags):
         file.write_text(text)
         return [
             f"{p.where.rpartition(':')[2]} {p.key}"
@@ -66,7 +65,7 @@ def test_a_stage_reports_all_its_problems_and_hides_the_later_ones(tmp_path: Pat
     assert load_config(str(file), 8).batch.global_batch_size == 32
 
 
-def test_ranks_and_model_are_checked_together_and_divided_only_if_they_are_right() -> None:
+def test_ranks_and_model_are_checked_together_and_divided_only_if_they_are_right():
     wrong = words(
         "training.global_batch_size=12 training.reshard_after_forward=3 model.overrides.n_heads=7"
     )
@@ -94,7 +93,7 @@ TP = "training.tensor_parallel_degree"
 CP = "experimental.context_parallel_degree"
 
 
-def test_what_fits_is_accepted(tmp_path: Path) -> None:
+def test_what_fits_is_accepted(tmp_path):
     check_config(words(f"{AC}mode=budget {COMPILE}"), 1, training=False)
     resolve(load(words(f"{CP}=2 validation.seq_len=34")), 4)[1]  # nothing is validated
     run = resolve(load(words(f"{CP}=2 training.reshard_after_forward=4 training.prefetch=1")), 4)[1]
@@ -109,7 +108,7 @@ def test_what_fits_is_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(version("torch") < "2.13", reason="an older torch always compiles halves")
-def test_halves_of_blocks_are_asked_for_only_where_they_are_compiled(tmp_path: Path) -> None:
+def test_halves_of_blocks_are_asked_for_only_where_they_are_compiled(tmp_path):
     text = "from dataclasses import replace\nfrom titanlite.models import get_spec\n"
     text += "SPEC = replace(get_spec('llama3'), name='whole', sublayer_names=None)\n"
     (tmp_path / "whole.py").write_text(text)
@@ -123,7 +122,7 @@ def test_halves_of_blocks_are_asked_for_only_where_they_are_compiled(tmp_path: P
         assert "sublayer_names" in refusal([*flags, *halves], 2).message
 
 
-def test_all_missing_files_are_named(tmp_path: Path) -> None:
+def test_all_missing_files_are_named(tmp_path):
     flags = words("model.tokenizer_path=/a training.dataset_path=/b validation.dataset_path=/c")
     assert keys(refusals(flags)) == {"model.tokenizer_path", "training.dataset_path"}
     assert len(refusals([*flags, "--validation.enable"])) == 3
@@ -137,8 +136,8 @@ def test_all_missing_files_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_tokenizers_vocabulary_that_does_not_divide_ends_before_any_process_group(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+    monkeypatch, capsys, tmp_path
+):
     """2,304 entries; the model's other numbers are divisible by five."""
     rank = {
         "WORLD_SIZE": "5",
@@ -163,7 +162,7 @@ def test_a_tokenizers_vocabulary_that_does_not_divide_ends_before_any_process_gr
     assert "model.vocab_size = 2305 leaves 1" in error
 
 
-def test_a_model_with_a_vocabulary_of_its_own_needs_its_tokenizer(tmp_path: Path) -> None:
+def test_a_model_with_a_vocabulary_of_its_own_needs_its_tokenizer(tmp_path):
     """Of a family's flavor, of transformers, and given by the config."""
     folder = tmp_path / "gpt2"
     folder.mkdir()
@@ -189,7 +188,7 @@ def test_a_model_with_a_vocabulary_of_its_own_needs_its_tokenizer(tmp_path: Path
         assert 'tokenizer_path = "bundled"\n' in check_config(words(flags), 1)[1].toml
 
 
-def test_the_bundled_tokenizers_have_the_ids_that_the_check_knows() -> None:
+def test_the_bundled_tokenizers_have_the_ids_that_the_check_knows():
     sizes = {load_tokenizer("bundled", family).vocab_size for family in ("llama2", "llama3")}
     assert sizes == {BUNDLED_IDS}
 
@@ -231,7 +230,7 @@ def run_of(*flags: str) -> RunConfig:
         ),
     ],
 )
-def test_units_that_do_not_fit_the_model_are_refused(flags: list[str], message: str) -> None:
+def test_units_that_do_not_fit_the_model_are_refused(flags, message):
     with pytest.raises(ConfigError, match=message):
         check_model(run_of(*flags), 512)
     check_model(run_of("--training.fsdp_units=Attention"), 512)
@@ -239,7 +238,7 @@ def test_units_that_do_not_fit_the_model_are_refused(flags: list[str], message: 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may have float8 products")
-def test_a_loop_of_ones_own_is_told_that_a_cpu_has_no_float8_products() -> None:
+def test_a_loop_of_ones_own_is_told_that_a_cpu_has_no_float8_products():
     flags = ("--training.seq_len=64", "--float8.enable_float8_linear")
     with pytest.raises(ConfigError, match="a CPU has no float8 products"):
         check_model(run_of(*flags), 512)

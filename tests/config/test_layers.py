@@ -109,6 +109,10 @@ def test_bare_name_is_looked_up_in_train_configs(tmp_path, monkeypatch):
     assert load_file("debug_model.toml").sections.training.steps == 3
     (tmp_path / "debug_model.toml").write_text("[training]\nsteps = 4\n")
     assert load_file("debug_model.toml").sections.training.steps == 4
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "run_a.toml").touch()
+    with pytest.raises(ConfigError, match="nearest: mine/run_a.toml"):
+        load_file("mine/run_b.toml")
 
 
 def test_later_layer_replaces_another_way_of_saying_it(tmp_path):

@@ -271,20 +271,18 @@ MX = {"enable_float8_linear": True, "recipe_name": "mxfp8_floor"}
         ),
     ],
 )
-def test_the_table_of_a_converter_counts_where_the_converter_is_named(
-    text: str, wanted: dict[str, Any]
-) -> None:
+def test_the_table_of_a_converter_counts_where_the_converter_is_named(text, wanted):
     assert float8(text) == wanted
 
 
-def test_a_table_that_does_not_count_is_told() -> None:
+def test_a_table_that_does_not_count_is_told():
     told = "no effect, by model.converters: quantize.linear."
     for text, table in ((OFF + FILTERS, "mx"), (ON + FLOAT8, "float8")):
         (note,) = (line for line in texts(read(text)[0]) if line.startswith("no effect"))
         assert note.startswith(f"{told}{table}.filter_fqns")
 
 
-def test_flags_lie_over_the_table(tmp_path: Path) -> None:
+def test_flags_lie_over_the_table(tmp_path):
     (tmp_path / "run.toml").write_text(ON + FILTERS)
     flags = ["--float8.filter_fqns=wo", "--float8.recipe_name=mxfp8"]
     config = load_file(tmp_path / "run.toml", flags)
@@ -299,7 +297,7 @@ def test_flags_lie_over_the_table(tmp_path: Path) -> None:
     "text",
     [ON + FILTERS, OFF + FILTERS, recipe("mxfp8_cublas_rceil") + FLOAT8],
 )
-def test_the_shown_config_has_the_same_linears_in_the_same_numbers(text: str) -> None:
+def test_the_shown_config_has_the_same_linears_in_the_same_numbers(text):
     shown = read_text(text, Path("run.toml"))[0].to_toml(defaults=False)
     assert float8(shown) == float8(text)
     rows = [line for line in shown.split("\n") if not line.startswith("#")]

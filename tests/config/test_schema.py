@@ -89,7 +89,7 @@ AT_LOAD = {"job.config_file", "job.extends", "job.dialect", "metrics.enable_wand
 SINGLE = "float8.scaling_type_"
 
 
-def test_every_key_is_read_by_code_that_acts_on_it() -> None:
+def test_every_key_is_read_by_code_that_acts_on_it():
     package = Path(titanlite.__file__).parent
     # These load, check and print keys.
     others = {"config", "resolve", "checks.py"}

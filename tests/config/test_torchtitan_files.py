@@ -21,7 +21,6 @@ from titanlite.config.dialect import LATER_MODELS
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import read_text
 from titanlite.config.toml import quote
-from titanlite.models import LlamaArgs
 from titanlite.models.llama import LLAMA3
 from titanlite.optim.schedule import learning_rate
 from titanlite.resolve.load import check_config, resolve, smallest_world
@@ -139,7 +138,7 @@ def model_run(name: str, flavor: str, seq_len: int = 2048) -> RunConfig:
 
 
 @pytest.mark.parametrize("model", SIZES, ids="-".join)
-def test_a_model_has_as_many_parameters_as_in_torchtitan(model: tuple[str, str]) -> None:
+def test_a_model_has_as_many_parameters_as_in_torchtitan(model):
     run = model_run(*model)
     args = run.model_args()
     if "debugmodel" in model[1]:
@@ -149,7 +148,7 @@ def test_a_model_has_as_many_parameters_as_in_torchtitan(model: tuple[str, str])
 
 
 @pytest.mark.parametrize("flavor", ["16B", "671B"])
-def test_rope_of_deepseek_is_scaled_beyond_4096_tokens_alone(flavor: str) -> None:
+def test_rope_of_deepseek_is_scaled_beyond_4096_tokens_alone(flavor):
     """0.2.2, models/deepseek_v3/model/model.py: neither YaRN nor mscale up to the original
     length.
     """
@@ -176,7 +175,7 @@ def test_rope_of_deepseek_is_scaled_beyond_4096_tokens_alone(flavor: str) -> Non
         (("deepseek_v3", "671B"), ("sigmoid", True, 2.5, 8, 8, 256, 1, 1e-3, range(3, 61))),
     ],
 )
-def test_routers_are_those_of_torchtitan(model: tuple[str, str], wanted: tuple[Any, ...]) -> None:
+def test_routers_are_those_of_torchtitan(model, wanted):
     """Scores, whether they are divided by their sum, scale, groups, experts of a token, all, shared
     ones, the step of the biases, and the blocks with experts. There is no auxiliary loss.
     """
@@ -191,7 +190,7 @@ def test_routers_are_those_of_torchtitan(model: tuple[str, str], wanted: tuple[A
 
 
 @pytest.mark.parametrize("flavor", ["17bx16e", "17bx128e"])
-def test_attention_of_llama4_is_that_of_torchtitan(flavor: str) -> None:
+def test_attention_of_llama4_is_that_of_torchtitan(flavor):
     """Its flavors without "irope" have RoPE everywhere, neither chunks nor norms of q and k."""
     args = model_run("llama4", flavor).model_args()
     scaling = args.rope_scaling
@@ -206,9 +205,7 @@ def test_attention_of_llama4_is_that_of_torchtitan(flavor: str) -> None:
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_text_file_of_torchtitan_is_right_and_means_the_same_when_it_is_shown(
-    name: str,
-) -> None:
+def test_a_text_file_of_torchtitan_is_right_and_means_the_same_when_it_is_shown(name):
     keys = keys_of(name)
     run = run_of(text_of(name))
     assert run.batch.seq_len == keys["training.seq_len"]
@@ -233,8 +230,8 @@ def test_a_text_file_of_torchtitan_is_right_and_means_the_same_when_it_is_shown(
     ],
 )
 def test_a_model_of_transformers_has_the_entries_that_its_flavor_replaces_in_torchtitan(
-    flavor: str, entries: tuple[int, ...]
-) -> None:
+    flavor, entries
+):
     """0.2.2, experiments/transformers_modeling_backend: the flavor's arguments are laid over the
     config.json.
     """
@@ -249,14 +246,14 @@ def test_a_model_of_transformers_has_the_entries_that_its_flavor_replaces_in_tor
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name not in RIGHT])
-def test_another_file_of_torchtitan_is_refused_for_its_reason_alone(name: str) -> None:
+def test_another_file_of_torchtitan_is_refused_for_its_reason_alone(name):
     with pytest.raises(ConfigError) as error:
         run_of(text_of(name))
     assert len(error.value.problems) == 1
     assert error.match(reason_of(name))
 
 
-def test_the_script_shows_each_file_of_a_folder_and_counts_the_refused(tmp_path: Path) -> None:
+def test_the_script_shows_each_file_of_a_folder_and_counts_the_refused(tmp_path):
     folder = "0.2.2/torchtitan/models"
     names = [f"{folder}/{name}" for name in ("llama3/train_configs/llama3_8b.toml", FLUX)]
     for name in names:
@@ -281,7 +278,7 @@ BOTH = {
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_tensor_parallel_ranks_share_experts_where_torchtitan_leaves_them_whole(name: str) -> None:
+def test_tensor_parallel_ranks_share_experts_where_torchtitan_leaves_them_whole(name):
     """`expert_tensor_parallel_degree = 1`: experts are shared by parts of the ranks of data, and by
     all tensor-parallel ranks. Other values divide each expert, which titanlite does not.
     """
@@ -386,7 +383,7 @@ def trained(run: RunConfig) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize(("version", "name"), ORIGINALS)
-def test_a_file_of_torchtitan_gives_its_model_schedule_and_batch(version: str, name: str) -> None:
+def test_a_file_of_torchtitan_gives_its_model_schedule_and_batch(version, name):
     o = ORIGINALS[version, name]
     later = version != "2024"
     run = run_of(text(version, name), o.gpus)
@@ -411,7 +408,7 @@ def test_a_file_of_torchtitan_gives_its_model_schedule_and_batch(version: str, n
         assert trained(run_of(again, o.gpus)) == trained(run), "the saved config and the shown one"
 
 
-def test_a_run_from_a_later_file_says_at_its_start_what_that_means() -> None:
+def test_a_run_from_a_later_file_says_at_its_start_what_that_means():
     notes = "\n".join(note.text for note in run_of(text("0.2.x", "debug_model"), 8).notes)
     assert (
         'model.flavor "debugmodel" of torchtitan 0.2.x is "3.1-debugmodel": 6 layers and RoPE '
@@ -430,7 +427,7 @@ def model_text(name: str, flavor: str, rest: str = "") -> str:
     return f"{model}[training]\nlocal_batch_size = 1\n{rest}"
 
 
-def test_models_of_the_later_dialect_are_what_their_notes_say() -> None:
+def test_models_of_the_later_dialect_are_what_their_notes_say():
     for (name, there), later in LATER_MODELS.items():
         config, problems = read_text(model_text(name, there), HERE)
         assert not problems
@@ -444,7 +441,7 @@ def test_models_of_the_later_dialect_are_what_their_notes_say() -> None:
 
 
 @pytest.mark.parametrize("flavor", ["debugmodel_flex_attn", "8B_varlen"])
-def test_a_flavor_with_masked_attention_is_the_plain_one_within_documents(flavor: str) -> None:
+def test_a_flavor_with_masked_attention_is_the_plain_one_within_documents(flavor):
     text = model_text("llama3", flavor)
     run = run_of(text, 1)
     plain = run_of(model_text("llama3", flavor.partition("_")[0]), 1)
@@ -458,8 +455,8 @@ def test_a_flavor_with_masked_attention_is_the_plain_one_within_documents(flavor
         run_of(text.replace("local_batch_size", "batch_size"), 1)
 
 
-def test_what_a_person_says_of_the_model_wins_over_the_file_s_dialect(tmp_path: Path) -> None:
-    def args(model: str, *flags: str) -> LlamaArgs:
+def test_what_a_person_says_of_the_model_wins_over_the_file_s_dialect(tmp_path):
+    def args(model, *flags):
         (tmp_path / "run.toml").write_text(f'[job]\ndialect = "2026"\n[model]\n{model}\n')
         argv = [f"--job.config_file={tmp_path / 'run.toml'}", *flags]
         return check_config(argv, training=False)[1].model_args()
@@ -473,7 +470,7 @@ def test_what_a_person_says_of_the_model_wins_over_the_file_s_dialect(tmp_path: 
     assert args('name = "llama2"').n_layers == 8
 
 
-def test_a_later_file_over_an_older_one_keeps_its_model_when_it_is_shown(tmp_path: Path) -> None:
+def test_a_later_file_over_an_older_one_keeps_its_model_when_it_is_shown(tmp_path):
     (tmp_path / "base.toml").write_text('[model]\nflavor = "8B"\n')
     top = 'job.extends = ["base.toml"]\n[training]\nlocal_batch_size = 4\n'
     config, _ = read_text(top, tmp_path / "run.toml")

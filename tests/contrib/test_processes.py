@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tests.support.processes import ended, python
 
 #: Waits for words in the file of the command's output, and then sends this process a signal.
@@ -38,7 +36,7 @@ time.sleep(900)
 """
 
 
-def test_the_first_of_two_signals_is_reported_and_the_second_kills(tmp_path: Path) -> None:
+def test_the_first_of_two_signals_is_reported_and_the_second_kills(tmp_path):
     console = tmp_path / "console"
     done = python("-c", TWO_SIGNALS, console, STUBBORN, timeout=300)
     assert (done.returncode, done.stdout) == (0, "SIGHUP\n"), done.stderr

@@ -15,7 +15,7 @@ from tests.support.processes import ROOT, python
 SAVES = "--checkpoint.enable_checkpoint"
 #: Folder → its commands, and the flags of its keys, the key itself last.
 FOLDERS: dict[str, tuple[list[str], list[str]]] = {
-    "evidence": (["parity"], []),
+    "evidence": (["prove", "parity"], []),
     "hub": (["push"], [SAVES, "--checkpoint.hub=ada/tiny"]),
     "lab": (["sweep", "ladder", "mup"], []),
     "resilience": ([], [SAVES, "--checkpoint.local_folder=/local"]),

@@ -5,7 +5,6 @@ documents.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,8 +37,8 @@ def ends(corpus: Corpus) -> set[int]:
 @pytest.mark.parametrize("seq_len", [1, 7, 64, 599])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_each_epoch_serves_every_token_once_and_each_predicts_the_next_of_its_document(
-    corpus: Corpus, seq_len: int, shuffle: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    corpus, seq_len, shuffle, monkeypatch
+):
     monkeypatch.setattr(best_fit, "GROUP", 10)
     dataset = BestFitDataset(
         corpus, seq_len=seq_len, seed=3, shuffle=shuffle, epochs=2, mask_documents=True
@@ -69,7 +68,7 @@ def test_each_epoch_serves_every_token_once_and_each_predicts_the_next_of_its_do
     assert dataset.describe().endswith(f"best-fit with {1 - 599 / (size * seq_len):.2%} padding")
 
 
-def test_a_document_that_fits_is_never_cut_and_its_row_names_it(corpus: Corpus) -> None:
+def test_a_document_that_fits_is_never_cut_and_its_row_names_it(corpus):
     dataset = BestFitDataset(corpus, seq_len=64, epochs=1)
     seen: list[int] = []
     for i in range(dataset.sequences_per_epoch):
@@ -83,8 +82,8 @@ def test_a_document_that_fits_is_never_cut_and_its_row_names_it(corpus: Corpus) 
     assert dataset.sequences_per_epoch == 10  # 599 tokens in 640 places
 
 
-def test_the_order_never_changes_and_depends_on_seed_and_epoch(corpus: Corpus) -> None:
-    def order(dataset: PackedDataset, epoch: int = 0) -> list[Any]:
+def test_the_order_never_changes_and_depends_on_seed_and_epoch(corpus):
+    def order(dataset, epoch=0):
         size = dataset.sequences_per_epoch
         numbers = range(epoch * size, (epoch + 1) * size)
         return [[n for n, _ in dataset.documents_in(i)] for i in numbers]
@@ -100,7 +99,7 @@ def test_the_order_never_changes_and_depends_on_seed_and_epoch(corpus: Corpus) -
     assert in_file_order == sorted(in_file_order)
 
 
-def test_a_token_that_is_no_target_has_no_label(corpus: Corpus) -> None:
+def test_a_token_that_is_no_target_has_no_label(corpus):
     targets = np.random.default_rng(0).random(599) < 0.5
     masked = BestFitDataset(dataclasses.replace(corpus, targets=targets), seq_len=20, epochs=1)
     plain = BestFitDataset(corpus, seq_len=20, epochs=1)
@@ -112,7 +111,7 @@ def test_a_token_that_is_no_target_has_no_label(corpus: Corpus) -> None:
         assert row.tokens.tolist() == plain.sequence(i).tokens.tolist()
 
 
-def test_a_stream_is_refused_with_the_other_ways() -> None:
+def test_a_stream_is_refused_with_the_other_ways():
     tokenizer = load_tokenizer()
     reader = TextReader(Data(streaming=True, packing="best-fit"), tokenizer, tokenizer.vocab_size)
     source = DataSource(path=str(BUNDLED["c4_test"]))
@@ -120,7 +119,7 @@ def test_a_stream_is_refused_with_the_other_ways() -> None:
         reader.open(source, "training", 8, None)
 
 
-def test_split_rows_tell_their_documents(corpus: Corpus) -> None:
+def test_split_rows_tell_their_documents(corpus):
     """Tokens and labels are those without masks, but a document's last token predicts nothing."""
     plain = PackedDataset(corpus, seq_len=50, seed=3, epochs=2)
     masked = PackedDataset(corpus, seq_len=50, seed=3, epochs=2, mask_documents=True)
@@ -137,14 +136,14 @@ def test_split_rows_tell_their_documents(corpus: Corpus) -> None:
         assert len(set(row.documents[real:])) <= 1
 
 
-def test_only_other_settings_are_in_the_order_of_a_checkpoint(corpus: Corpus) -> None:
+def test_only_other_settings_are_in_the_order_of_a_checkpoint(corpus):
     plain = {"seq_len": 8, "seed": 0, "shuffle": True, "epochs": None}
     assert PackedDataset(corpus, seq_len=8).settings == plain
     both = BestFitDataset(corpus, seq_len=8, mask_documents=True).settings
     assert both == {**plain, "mask_documents": True, "packing": "best-fit"}
 
 
-def test_batches_carry_documents_and_the_hash_sees_them(corpus: Corpus) -> None:
+def test_batches_carry_documents_and_the_hash_sees_them(corpus):
     (batch,) = TrainLoader(
         BestFitDataset(corpus, seq_len=64, mask_documents=True), 4, 4
     ).next_step()
@@ -157,7 +156,7 @@ def test_batches_carry_documents_and_the_hash_sees_them(corpus: Corpus) -> None:
     assert len({batch_hash([b]) for b in (batch, plain, other)}) == 3
 
 
-def test_rows_keep_to_the_documents_that_gpus_take_and_others_are_refused() -> None:
+def test_rows_keep_to_the_documents_that_gpus_take_and_others_are_refused():
     corpus = make_corpus([2] * 500)
     dataset = BestFitDataset(corpus, seq_len=256, epochs=1, mask_documents=True)
     assert (

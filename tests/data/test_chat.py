@@ -25,7 +25,7 @@ from titanlite.config.load import load_file
 from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.chat import ChatTemplate, encode_chat, load_template
-from titanlite.data.dataset_builder import build_dataset
+from titanlite.data.dataset_builder import TextReader
 from titanlite.data.records import Columns
 from titanlite.data.rows import IGNORE
 from titanlite.data.text_files import BUNDLED, TextFiles, columns_of, iter_records, list_files
@@ -68,9 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_template_without_marks_has_the_ids_of_transformers_and_targets_of_turns(
-    folder: Path,
-) -> None:
+def test_a_template_without_marks_has_the_ids_of_transformers_and_targets_of_turns(folder):
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     ours = load_tokenizer(str(folder))
     template = load_template(None, ours)
@@ -91,12 +89,10 @@ def rows(path: Path, folder: Path, **data: Any) -> Any:
     training = Training(
         dataset_path=str(path), seq_len=32, epochs=None if data.get("streaming") else 1
     )
-    return build_dataset(training, Data(shuffle=False, **data), tokenizer, tokenizer.vocab_size)
+    return TextReader(Data(shuffle=False, **data), tokenizer, tokenizer.vocab_size).train(training)
 
 
-def test_files_streams_and_prepared_tokens_have_the_same_targets(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_streams_and_prepared_tokens_have_the_same_targets(folder, tmp_path, capsys):
     chats = [[*chat, {"role": "user", "content": str(n)}] for n in range(9) for chat in CHATS]
     lines = tmp_path / "a.jsonl"
     table = tmp_path / "a.parquet"
@@ -150,9 +146,7 @@ def test_files_streams_and_prepared_tokens_have_the_same_targets(
         ),
     ],
 )
-def test_errors_name_file_and_record(
-    folder: Path, tmp_path: Path, messages: Any, source: str, said: str
-) -> None:
+def test_errors_name_file_and_record(folder, tmp_path, messages, source, said):
     path = tmp_path / "a.jsonl"
     template = tmp_path / "own.jinja"
     path.write_text("".join(json.dumps({"chat": chat}) + "\n" for chat in (CHATS[0], messages)))
@@ -178,13 +172,13 @@ def test_errors_name_file_and_record(
         ("{% include '/etc/passwd' %}", "TypeError"),
     ],
 )
-def test_a_template_reaches_no_objects_and_no_files(source: str, error: str) -> None:
+def test_a_template_reaches_no_objects_and_no_files(source, error):
     said = f"^a.jsonl, line 7: the chat template refuses it: ({error}): "
     with pytest.raises(DataError, match=said):
         ChatTemplate(source).render(CHATS[0], "a.jsonl, line 7")
 
 
-def test_a_null_is_as_no_key_in_every_format(tmp_path: Path) -> None:
+def test_a_null_is_as_no_key_in_every_format(tmp_path):
     call = {"name": "add", "arguments": {"a": 1}}
     other = {"name": "sub", "arguments": {"a": 1, "b": 2}}
     bare = [{"role": "assistant", "tool_calls": [call]}, {"role": "assistant", "content": "ho"}]
@@ -214,9 +208,7 @@ DATED = "{{ strftime_now('%d %B %Y') }}" + LLAMA3
 
 
 @pytest.mark.slow
-def test_templates_that_write_the_date_have_that_of_the_run(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_templates_that_write_the_date_have_that_of_the_run(folder, tmp_path, capsys):
     template = tmp_path / "own.jinja"
     lines = tmp_path / "a.jsonl"
     out = tmp_path / "out"
@@ -246,7 +238,7 @@ def test_templates_that_write_the_date_have_that_of_the_run(
         rows(out, folder, messages_key="messages", template_date="2025-02-04")
 
 
-def test_another_template_is_another_file_of_kept_tokens(tmp_path: Path) -> None:
+def test_another_template_is_another_file_of_kept_tokens(tmp_path):
     path = tmp_path / "a.jsonl"
     tokenizer = load_tokenizer()
     path.write_text("{}\n")
@@ -258,7 +250,7 @@ def test_another_template_is_another_file_of_kept_tokens(tmp_path: Path) -> None
     assert len(stamps) == len(prints) == 3
 
 
-def test_templates_that_are_not_there(folder: Path, tmp_path: Path) -> None:
+def test_templates_that_are_not_there(folder, tmp_path):
     with pytest.raises(DataError, match=r"brings no chat template .*; name a Jinja file"):
         load_template(None, load_tokenizer())
     (tmp_path / "bad.jinja").write_text("\n{% if %}")
@@ -354,14 +346,14 @@ KINDS: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, str]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tokenizer_json_gives_ids_and_masks_of_transformers(kind: str, tmp_path: Path) -> None:
+def test_a_tokenizer_json_gives_ids_and_masks_of_transformers(kind, tmp_path):
     make, (head, end) = KINDS[kind]
     (tmp_path / "tokenizer.json").write_text(json.dumps(make()))
     compare(tmp_path, tmp_path / "tokenizer.json", TURNS.replace("HEAD", head).replace("END", end))
 
 
 @pytest.mark.parametrize("kind", ["tiktoken", "sentencepiece"])
-def test_files_of_other_kinds_give_those_of_their_tokenizer_json(kind: str, tmp_path: Path) -> None:
+def test_files_of_other_kinds_give_those_of_their_tokenizer_json(kind, tmp_path):
     file = {"tiktoken": BUNDLED_TOKENIZER, "sentencepiece": BUNDLED_SENTENCEPIECE}[kind]
     ours = load_tokenizer(str(file))
     made = as_tokenizer_json(file.read_bytes(), kind, ours)
@@ -430,10 +422,10 @@ def by_hand() -> tuple[list[int], list[bool]]:
     return tokens, targets
 
 
-def test_labels_are_those_of_completions_and_their_eos() -> None:
+def test_labels_are_those_of_completions_and_their_eos():
     tokens, targets = by_hand()
     training = Training(dataset="sft_test", seq_len=SEQ_LEN, epochs=2)
-    dataset: Any = build_dataset(training, Data(shuffle=False), TOKENIZER, TOKENIZER.vocab_size)
+    dataset: Any = TextReader(Data(shuffle=False), TOKENIZER, TOKENIZER.vocab_size).train(training)
     labels = [row.labels for row in map(dataset.sequence, range(dataset.total_sequences))]
     expected = [
         token if target else IGNORE for token, target in zip(tokens, targets, strict=True)
@@ -444,16 +436,14 @@ def test_labels_are_those_of_completions_and_their_eos() -> None:
     assert dataset.sequence(0).tokens.tolist() == tokens[:SEQ_LEN]
 
 
-def test_threads_chunks_and_caches_keep_targets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_chunks_and_caches_keep_targets(tmp_path, monkeypatch):
     """Records without a prompt among the others have targets only."""
     path = tmp_path / "mixed.jsonl"
     lines = [{"q": "" if i % 3 else f"ask {i}", "a": f"say {i}"} for i in range(60)]
     path.write_text("".join(json.dumps(row) + "\n" for row in lines))
     columns = Columns("a", "q")
 
-    def read(cache: str = "off", workers: int = 0) -> Any:
+    def read(cache="off", workers=0):
         size = TOKENIZER.vocab_size
         return load_corpus([path], TOKENIZER, size, workers=workers, cache=cache, columns=columns)
 
@@ -470,7 +460,7 @@ def test_threads_chunks_and_caches_keep_targets(
         assert found.fingerprint == whole.fingerprint
 
 
-def test_fields_of_sources_go_before_those_of_data() -> None:
+def test_fields_of_sources_go_before_those_of_data():
     data = Data(prompt_key="q", completion_key="a")
     own = "data.source"
     assert columns_of(data, "x", "p", DataSource()) == Columns("a", "q")
@@ -487,7 +477,7 @@ def one_text() -> str:
     return "its characters are no documents"
 
 
-def test_own_functions_may_return_prompts() -> None:
+def test_own_functions_may_return_prompts():
     records = own_records(f"{__name__}:chats", "training.dataset", Columns("a", "q"))
     assert next(records)[2:4] == ("two", "one")
     with pytest.raises(ValueError, match="document 2 of .*: the key 'a' is missing"):
@@ -496,7 +486,7 @@ def test_own_functions_may_return_prompts() -> None:
         next(own_records(f"{__name__}:one_text", "training.dataset"))
 
 
-def test_one_key_needs_the_other_also_in_a_source(tmp_path: Path) -> None:
+def test_one_key_needs_the_other_also_in_a_source(tmp_path):
     for key in ("prompt_key", "completion_key"):
         with pytest.raises(ValueError, match=f"data: has {key} and needs "):
             load_config("sft_debug.toml", 1, [f"--data.{key}=x"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,7 +29,7 @@ sys.exit(max(main(["data", "peek", *flags.split()]) for flags in sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_each_example_is_read(tmp_path: Path) -> None:
+def test_each_example_is_read(tmp_path):
     pytest.importorskip("datasets")
     chat = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Good day."}]
     record = {"prompt": "Question: 1\nAnswer:", "completion": " 2", "messages": chat}

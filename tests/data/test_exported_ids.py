@@ -143,9 +143,7 @@ def plain_ids(file: Path) -> Callable[[str], list[int]]:
 
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_auto_tokenizer_reads_the_ids_of_the_run(
-    tmp_path: Path, kind: Callable[[Path], Path]
-) -> None:
+def test_auto_tokenizer_reads_the_ids_of_the_run(tmp_path, kind):
     families, bos = KINDS[kind]
     source = tmp_path / "source"
     source.mkdir()
@@ -173,7 +171,7 @@ def test_auto_tokenizer_reads_the_ids_of_the_run(
             assert len(theirs("[INST]", add_special_tokens=False)["input_ids"]) == 1
 
 
-def test_files_that_give_the_ids_are_copied_as_they_are(tmp_path: Path) -> None:
+def test_files_that_give_the_ids_are_copied_as_they_are(tmp_path):
     llama_2(tmp_path)
     first = hf_files(str(tmp_path))
     for name, content in first.items():
@@ -183,9 +181,7 @@ def test_files_that_give_the_ids_are_copied_as_they_are(tmp_path: Path) -> None:
     assert again == {**first, "special_tokens_map.json": b'{"bos_token": "<s>"}'}
 
 
-def test_the_check_of_an_export_names_the_text_whose_ids_differ(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_of_an_export_names_the_text_whose_ids_differ(tmp_path, monkeypatch):
     file = llama_2(tmp_path)
     folder = tmp_path / "export"
     folder.mkdir()
@@ -203,9 +199,7 @@ def test_the_check_of_an_export_names_the_text_whose_ids_differ(
     assert "tokenizer.json" not in found
 
 
-def test_without_transformers_an_export_has_no_tokenizer_of_a_neighbour(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_transformers_an_export_has_no_tokenizer_of_a_neighbour(tmp_path, monkeypatch):
     """Beside the bundled tokenizer of Llama 3 lies that of Llama 2, as tokenizer.model."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for name, content in hf_files(str(BUNDLED_TOKENIZER)).items():
@@ -222,9 +216,7 @@ def test_without_transformers_an_export_has_no_tokenizer_of_a_neighbour(
         {**PLAIN, "user_defined_symbols": ["[ins]"]},
     ],
 )
-def test_of_other_sentencepiece_models_the_file_alone_is_copied(
-    tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_of_other_sentencepiece_models_the_file_alone_is_copied(tmp_path, options, caplog):
     file = sentencepiece_model(tmp_path / "tokenizer.model", **options)
     with caplog.at_level(logging.WARNING, logger="titanlite"):
         found = hf_files(str(file))
@@ -237,9 +229,7 @@ def test_of_other_sentencepiece_models_the_file_alone_is_copied(
     ("name", "beside"),
     [("<|im_end|>", None), ("<|eot|>", {"eos_token_id": 1, "top_p": 0.9})],
 )
-def test_texts_end_where_turns_end(
-    tmp_path: Path, name: str, beside: dict[str, Any] | None
-) -> None:
+def test_texts_end_where_turns_end(tmp_path, name, beside):
     """`generate` of transformers, and vLLM, stop at the ids of generation_config.json."""
     made = bundled_as_json()
     made.add_special_tokens([name])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from titanlite import exit_codes
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import Training
 from titanlite.data import file_stamps
-from titanlite.data.dataset_builder import build_dataset
+from titanlite.data.dataset_builder import TextReader
 from titanlite.data.rows import Rows
 from titanlite.data.tokenizer import load_tokenizer
 
@@ -28,7 +27,7 @@ STREAM = Data(streaming=True, lanes=1)
 
 def text_of(path: Path | str, data: Data | None = None) -> Rows:
     training = Training(dataset_path=str(path), seq_len=8)
-    return build_dataset(training, data or Data(token_cache="off"), TOKENIZER, 2304)
+    return TextReader(data or Data(token_cache="off"), TOKENIZER, 2304).train(training)
 
 
 def saved(rows: Rows) -> Any:
@@ -45,9 +44,7 @@ def put(file: Path, content: bytes, seconds: int) -> None:
     other.replace(file)
 
 
-def test_a_replaced_file_is_named_with_its_sizes_and_a_copy_ends_no_stream(
-    tmp_path: Path, logged: Callable[[], str]
-) -> None:
+def test_a_replaced_file_is_named_with_its_sizes_and_a_copy_ends_no_stream(tmp_path, logged):
     folder = write_records(tmp_path / "text")
     before = saved(text_of(folder, STREAM))
     assert file_stamps.difference(before, text_of(folder, STREAM)) == ""
@@ -63,9 +60,7 @@ def test_a_replaced_file_is_named_with_its_sizes_and_a_copy_ends_no_stream(
     assert saved(text_of(folder)) == {}, "the fingerprint of a whole text is of its content"
 
 
-def test_token_files_whose_fingerprint_is_of_samples(
-    tmp_path: Path, logged: Callable[[], str]
-) -> None:
+def test_token_files_whose_fingerprint_is_of_samples(tmp_path, logged):
     write_raw(tmp_path / "a.bin", range(3, 900))
     before = saved(text_of(tmp_path / "a.bin"))
     put(tmp_path / "a.bin", (tmp_path / "a.bin").read_bytes(), 5)
@@ -76,7 +71,7 @@ def test_token_files_whose_fingerprint_is_of_samples(
 
 
 @pytest.mark.parametrize("tag", ["ETag", "Last-Modified"])
-def test_a_file_behind_a_url(tmp_path: Path, tag: str, logged: Callable[[], str]) -> None:
+def test_a_file_behind_a_url(tmp_path, tag, logged):
     pytest.importorskip("aiohttp")
     folder = write_records(tmp_path / "text", 1)
     file = folder / "0.jsonl"
@@ -99,7 +94,7 @@ def test_a_file_behind_a_url(tmp_path: Path, tag: str, logged: Callable[[], str]
 
 
 @pytest.mark.slow
-def test_a_resume_with_a_replaced_file_is_refused_unless_it_is_meant(tmp_path: Path) -> None:
+def test_a_resume_with_a_replaced_file_is_refused_unless_it_is_meant(tmp_path):
     folder = write_records(tmp_path / "text")
     run = tmp_path / "run"
     words = flags(run, f"--data.source=[{{name='web', path='{folder}'}}, {{name='c4_test'}}]")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.batch_hash import step_hash
-from titanlite.data.dataset_builder import TextReader, build_dataset
+from titanlite.data.dataset_builder import TextReader
 from titanlite.data.rows import Rows
 from titanlite.data.token_files import TokenFiles, TokenKeys, open_tokens
 from titanlite.data.token_paths import is_tokens
@@ -37,7 +36,7 @@ def opened(path: Path | str, **keys: Any) -> TokenFiles:
 
 def built(path: Path | str, **data: Any) -> Rows:
     training = Training(dataset_path=str(path), seq_len=32)
-    return build_dataset(training, Data(**data), TOKENIZER, SIZE)
+    return TextReader(Data(**data), TOKENIZER, SIZE).train(training)
 
 
 def hashes(rows: Rows) -> list[str | None]:
@@ -52,7 +51,7 @@ def lengths(files: TokenFiles) -> list[int]:
 
 
 @pytest.mark.parametrize("packing", ["split", "best-fit"])
-def test_the_same_tokens_give_the_same_batches_in_every_form(tmp_path: Path, packing: Any) -> None:
+def test_the_same_tokens_give_the_same_batches_in_every_form(tmp_path, packing):
     documents = make_documents()
     ids = joined(documents)
     found: dict[str, list[str | None]] = {}
@@ -72,7 +71,7 @@ def test_the_same_tokens_give_the_same_batches_in_every_form(tmp_path: Path, pac
     assert len(set(found["Dolma"])) == 6
 
 
-def test_a_folder_and_a_pattern_are_read_in_the_order_of_names(tmp_path: Path) -> None:
+def test_a_folder_and_a_pattern_are_read_in_the_order_of_names(tmp_path):
     documents = make_documents(30)
     whole = write_raw(tmp_path / "whole.bin", joined(documents))
     folder = tmp_path / "parts"
@@ -92,7 +91,7 @@ def test_a_folder_and_a_pattern_are_read_in_the_order_of_names(tmp_path: Path) -
 # Documents
 
 
-def test_documents_end_after_eos_and_at_the_end_of_a_file(tmp_path: Path) -> None:
+def test_documents_end_after_eos_and_at_the_end_of_a_file(tmp_path):
     write_raw(tmp_path / "a.bin", [5, 6, EOS, EOS, 7, EOS, 8])
     write_raw(tmp_path / "b.bin", [9, EOS])
     files = opened(tmp_path)
@@ -106,7 +105,7 @@ def test_documents_end_after_eos_and_at_the_end_of_a_file(tmp_path: Path) -> Non
     assert files.place_of(4) == (str(tmp_path / "b.bin"), 1)
 
 
-def test_documents_begin_with_the_id_that_begins_the_first_file(tmp_path: Path) -> None:
+def test_documents_begin_with_the_id_that_begins_the_first_file(tmp_path):
     """llm.c and its kin write the end-of-text id before each document, and cut files anywhere."""
     write_raw(tmp_path / "a.bin", [BOS, 6, 7, BOS, 8, 9])
     write_raw(tmp_path / "b.bin", [10, BOS, 5])
@@ -117,9 +116,7 @@ def test_documents_begin_with_the_id_that_begins_the_first_file(tmp_path: Path) 
     assert lengths(opened(tmp_path / "d.bin")) == [2, 3]
 
 
-def test_a_scan_in_groups_finds_the_same_documents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scan_in_groups_finds_the_same_documents(tmp_path, monkeypatch):
     documents = make_documents(30)
     path = write_raw(tmp_path / "a.bin", joined(documents))
     expected = [len(document) for document in documents]
@@ -128,7 +125,7 @@ def test_a_scan_in_groups_finds_the_same_documents(
         assert lengths(opened(path)) == expected
 
 
-def test_masks_of_datatrove_are_refused(tmp_path: Path) -> None:
+def test_masks_of_datatrove_are_refused(tmp_path):
     path = write_raw(tmp_path / "a.ds", [5, EOS, 6, 7, EOS])
     assert lengths(opened(path)) == [2, 3]
     (tmp_path / "a.ds.loss").write_bytes(bytes(5))
@@ -137,7 +134,7 @@ def test_masks_of_datatrove_are_refused(tmp_path: Path) -> None:
             opened(place)
 
 
-def test_the_way_of_cutting_is_part_of_the_order_where_it_matters(tmp_path: Path) -> None:
+def test_the_way_of_cutting_is_part_of_the_order_where_it_matters(tmp_path):
     raw = write_raw(tmp_path / "a.bin", [5, 6, EOS, 7, EOS])
     indexed = write_megatron(tmp_path / "m", [[3], [2]], ids=[5, 6, EOS, 7, EOS])
     assert built(raw, mask_documents=True).settings["documents"] == f"after id {EOS}"
@@ -149,7 +146,7 @@ def test_the_way_of_cutting_is_part_of_the_order_where_it_matters(tmp_path: Path
 # Types
 
 
-def test_a_type_that_is_guessed_is_said(tmp_path: Path, logged: Callable[[], str]) -> None:
+def test_a_type_that_is_guessed_is_said(tmp_path, logged):
     path = write_raw(tmp_path / "a.npy", [5, 6, EOS] * 10)
     opened(path, dtype="uint16")
     opened(write_llmc(tmp_path / "a.bin", [5, 6]))
@@ -160,7 +157,7 @@ def test_a_type_that_is_guessed_is_said(tmp_path: Path, logged: Callable[[], str
 
 
 @pytest.mark.parametrize("dtype", ["uint32", "int64"])
-def test_wider_ids_are_not_read_as_ids_and_zeros(tmp_path: Path, dtype: str) -> None:
+def test_wider_ids_are_not_read_as_ids_and_zeros(tmp_path, dtype):
     ids = joined(make_documents())
     path = write_raw(tmp_path / "a.npy", ids, dtype)
     with pytest.raises(DataError, match="a.npy has no header, and its ids could be uint16 or uint"):
@@ -172,7 +169,7 @@ def test_wider_ids_are_not_read_as_ids_and_zeros(tmp_path: Path, dtype: str) -> 
     assert rows.sequence(0).tokens.tolist() == ids[:8]
 
 
-def test_ids_beyond_the_vocabulary_name_file_place_and_key(tmp_path: Path) -> None:
+def test_ids_beyond_the_vocabulary_name_file_place_and_key(tmp_path):
     ids = joined(make_documents())
     path = write_raw(tmp_path / "a.bin", [*ids[:100], SIZE, *ids])
     with pytest.raises(
@@ -189,12 +186,12 @@ def test_ids_beyond_the_vocabulary_name_file_place_and_key(tmp_path: Path) -> No
         files.read(99_990, 100_010)
 
 
-def test_a_vocabulary_over_65536_means_four_bytes(tmp_path: Path) -> None:
+def test_a_vocabulary_over_65536_means_four_bytes(tmp_path):
     class Large:
         vocab_size = 100_278
         bos_id = eos_id = 100_257
 
-    def large(path: Path) -> TokenFiles:
+    def large(path):
         return open_tokens(str(path), Large(), Large.vocab_size)  # type: ignore[arg-type]
 
     ids = [5, 90_000, Large.eos_id, 70_000, 8, Large.eos_id]
@@ -204,7 +201,7 @@ def test_a_vocabulary_over_65536_means_four_bytes(tmp_path: Path) -> None:
         large(write_raw(path, [50_000, 60_000, 7, 8], "<u2"))
 
 
-def test_a_type_that_says_nothing_new_is_refused(tmp_path: Path) -> None:
+def test_a_type_that_says_nothing_new_is_refused(tmp_path):
     path = write_llmc(tmp_path / "a.bin", [5, 6])
     with pytest.raises(DataError, match="data.token_dtype: uint32 has no effect on .*a.bin, which"):
         opened(path, dtype="uint32")
@@ -215,7 +212,7 @@ def test_a_type_that_says_nothing_new_is_refused(tmp_path: Path) -> None:
         TextReader(Data(), TOKENIZER, SIZE).open(source, "data.source[1]", 8, None)
     mixture = Data(source=[DataSource(path=str(text))], token_dtype="uint16")
     with pytest.raises(DataError, match="data.token_dtype: no source is of token files"):
-        build_dataset(Training(seq_len=8), mixture, TOKENIZER, SIZE)
+        TextReader(mixture, TOKENIZER, SIZE).train(Training(seq_len=8))
 
 
 # Bad input
@@ -265,13 +262,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", list(BAD))
-def test_bad_files_are_named(tmp_path: Path, name: str) -> None:
+def test_bad_files_are_named(tmp_path, name):
     make, message = BAD[name]
     with pytest.raises(DataError, match=message):
         opened(make(tmp_path))
 
 
-def test_folders_of_several_kinds_or_splits_are_refused(tmp_path: Path) -> None:
+def test_folders_of_several_kinds_or_splits_are_refused(tmp_path):
     for number in (1, 2):
         write_llmc(tmp_path / f"fineweb_train_{number:06d}.bin", [5, 6, 7])
     write_llmc(tmp_path / "fineweb_val_000000.bin", [8, 9])
@@ -286,7 +283,7 @@ def test_folders_of_several_kinds_or_splits_are_refused(tmp_path: Path) -> None:
         opened(tmp_path, split="train")
 
 
-def test_which_paths_are_of_token_files(tmp_path: Path) -> None:
+def test_which_paths_are_of_token_files(tmp_path):
     for name in ("a.bin", "b.npy", "c.ds", "x*.bin"):
         assert is_tokens(str(tmp_path / name))
     for url in ("https://host/a.bin?sig=1", "s3://b/x/*.npy", "hf://datasets/o/n/a.ds"):

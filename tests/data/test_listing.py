@@ -6,7 +6,6 @@ import gzip
 import itertools
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from titanlite.config.data_sections import Data, DataSource, Validation
 from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.choose_files import choose
-from titanlite.data.dataset_builder import TextReader, build_dataset
+from titanlite.data.dataset_builder import TextReader
 from titanlite.data.file_kinds import SOURCE_SUFFIXES, why_no_text
 from titanlite.data.listing import FoundFile, Listing, Place
 from titanlite.data.local_files import list_text
@@ -56,7 +55,7 @@ def refused(
 TRAIN = CLONE[-3:-1]
 
 
-def test_a_clone_of_a_data_set_trains_on_the_split_that_is_named(tmp_path: Path) -> None:
+def test_a_clone_of_a_data_set_trains_on_the_split_that_is_named(tmp_path):
     clone = write_files(tmp_path / "clone", *CLONE)
     assert refused(clone) == [
         f"training.dataset_path: the folder {clone} holds text of several splits",
@@ -99,9 +98,7 @@ FOLDERS = [
 
 
 @pytest.mark.parametrize(("names", "why"), FOLDERS)
-def test_a_folder_of_several_texts_is_refused_with_its_candidates(
-    tmp_path: Path, names: list[str], why: str
-) -> None:
+def test_a_folder_of_several_texts_is_refused_with_its_candidates(tmp_path, names, why):
     folder = write_files(tmp_path / "a*b's", *names)
     first, *groups, last = refused(folder, "data.source[0].path")
     assert first.startswith(f"data.source[0].path: the folder {folder} holds text {why}")
@@ -112,7 +109,7 @@ def test_a_folder_of_several_texts_is_refused_with_its_candidates(
     assert "choose by --split or --format" in refused(folder, "SOURCE")[-1]
 
 
-def test_files_known_by_name_are_no_text(tmp_path: Path) -> None:
+def test_files_known_by_name_are_no_text(tmp_path):
     known = ["LICENSE.txt", "README.txt", "LICENCE-MIT.txt", "license.md", "NOTICE.txt"]
     known += ["dataset_info_en.json", "state.json", "requirements.txt", "cache-0123abcd.arrow"]
     known += ["_SUCCESS", ".hidden.jsonl", "_delta_log/0.json", "x.zip"]
@@ -141,11 +138,11 @@ def test_files_known_by_name_are_no_text(tmp_path: Path) -> None:
         ("devices/valid8.txt", "validation"),
     ],
 )
-def test_splits_are_whole_words_of_names(path: str, split: str | None) -> None:
+def test_splits_are_whole_words_of_names(path, split):
     assert split_of(path) == split
 
 
-def test_splits_are_those_of_datasets(tmp_path: Path) -> None:
+def test_splits_are_those_of_datasets(tmp_path):
     """The oracle finds the files of each split by its own patterns."""
     data_files = pytest.importorskip("datasets.data_files")
     for names in (
@@ -163,8 +160,8 @@ def test_splits_are_those_of_datasets(tmp_path: Path) -> None:
 
 
 def test_a_pattern_reads_what_it_finds_with_a_warning_for_several_splits_and_empty_files(
-    tmp_path: Path, logged: Callable[[], str]
-) -> None:
+    tmp_path, logged
+):
     folder = write_files(tmp_path, "train.jsonl", "test.jsonl", "LICENSE.txt")
     (tmp_path / "train-2.jsonl").touch()
     assert len(list_text(Place(f"{folder}/train*")).files) == 2
@@ -180,12 +177,12 @@ def test_a_pattern_reads_what_it_finds_with_a_warning_for_several_splits_and_emp
     assert list_text(Place(f"{folder}/*.jsonl", split="train")).warning() is None
 
 
-def test_a_format_chooses_among_kinds(tmp_path: Path) -> None:
+def test_a_format_chooses_among_kinds(tmp_path):
     folder = write_files(tmp_path, "a.parquet", "sample.jsonl", "notes.md")
     assert read(folder, format="parquet") == ["a.parquet"]
 
 
-def test_stores_have_the_same_rules(tmp_path: Path) -> None:
+def test_stores_have_the_same_rules(tmp_path):
     pytest.importorskip("aiohttp")
     write_files(tmp_path / "files", *CLONE, "more/train.txt")
     with HubServer(tmp_path) as server:
@@ -200,13 +197,15 @@ def test_stores_have_the_same_rules(tmp_path: Path) -> None:
         assert [Path(name).name for name in found.files] == [Path(name).name for name in TRAIN]
 
 
-def test_an_unchanged_folder_has_its_old_fingerprint(tmp_path: Path) -> None:
+def test_an_unchanged_folder_has_its_old_fingerprint(tmp_path):
     """Computed by the version before these rules: a resume compares it."""
     folder = tmp_path / "text"
     write_files(folder, "a.jsonl", "b.jsonl", "README.md")
     training = Training(dataset_path=str(folder), seq_len=8)
-    whole = build_dataset(training, Data(), TOKENIZER, TOKENIZER.vocab_size)
-    stream = build_dataset(training, Data(streaming=True, lanes=1), TOKENIZER, TOKENIZER.vocab_size)
+    whole = TextReader(Data(), TOKENIZER, TOKENIZER.vocab_size).train(training)
+    stream = TextReader(Data(streaming=True, lanes=1), TOKENIZER, TOKENIZER.vocab_size).train(
+        training
+    )
     assert whole.fingerprint[:16] == OLD_FINGERPRINTS[0]
     assert stream.fingerprint[:16] == OLD_FINGERPRINTS[1]
 
@@ -267,7 +266,7 @@ def names(listing: Listing, folder: Path) -> list[str]:
     return [Path(file).relative_to(folder).as_posix() for file in listing.files]
 
 
-def test_a_code_base_is_one_text_of_all_its_languages_and_levels(tmp_path: Path) -> None:
+def test_a_code_base_is_one_text_of_all_its_languages_and_levels(tmp_path):
     folder = write_all(tmp_path / "code", REPOSITORY)
     listing = listed(folder)
     assert names(listing, folder) == CODE
@@ -281,7 +280,7 @@ def test_a_code_base_is_one_text_of_all_its_languages_and_levels(tmp_path: Path)
     assert listing.warning() is None
     training = Training(dataset_path=str(folder), seq_len=8, epochs=1)
     data = Data(shuffle=False, format="source")
-    rows = build_dataset(training, data, TOKENIZER, TOKENIZER.vocab_size)
+    rows = TextReader(data, TOKENIZER, TOKENIZER.vocab_size).train(training)
     assert rows.corpus is not None
     text = TOKENIZER.decode(rows.corpus.read(0, rows.corpus.size).tolist())
     documents = re.split(r"<\|\w+\|>", text)
@@ -293,14 +292,14 @@ def test_a_code_base_is_one_text_of_all_its_languages_and_levels(tmp_path: Path)
     assert code.files == tuple(f"s3://b/c/{name}" for name in CODE)
 
 
-def test_a_folder_of_packed_code_is_text(tmp_path: Path) -> None:
+def test_a_folder_of_packed_code_is_text(tmp_path):
     for number in range(3):
         (tmp_path / f"{number}.py.gz").write_bytes(gzip.compress(f"text {number}\n".encode()))
     files = [Path(name) for name in listed(tmp_path).files]
     assert [one.text for one in iter_records(files)] == [f"text {n}\n" for n in range(3)]
 
 
-def test_code_beside_text_is_passed_over_and_a_format_chooses_it(tmp_path: Path) -> None:
+def test_code_beside_text_is_passed_over_and_a_format_chooses_it(tmp_path):
     files = {
         "package.json": '{"text": "1"}\n',
         "a/test_b.js": "let b\n" * 9,
@@ -327,7 +326,7 @@ def test_code_beside_text_is_passed_over_and_a_format_chooses_it(tmp_path: Path)
         listed(folder, "auto")
 
 
-def test_keys_choose_a_format_for_training_and_validation(tmp_path: Path) -> None:
+def test_keys_choose_a_format_for_training_and_validation(tmp_path):
     folder = write_all(tmp_path, {"a.py": "x = 1\n", "b.txt": "text\n", "c.md": "text\n"})
     data = Data(format="source", shuffle=False)
     reader = TextReader(data, TOKENIZER, TOKENIZER.vocab_size)
@@ -341,7 +340,7 @@ def test_keys_choose_a_format_for_training_and_validation(tmp_path: Path) -> Non
     assert held_out.listing.kinds == {"plain text": 1}
 
 
-def test_the_page_lists_the_suffixes() -> None:
+def test_the_page_lists_the_suffixes():
     page = (ROOT / "docs/cli.md").read_text()
     section = page.partition("## Source code\n")[2].partition("\n##")[0]
     listed = max(re.findall(r"`([^`]*)`", section), key=len).split()

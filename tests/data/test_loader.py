@@ -17,7 +17,6 @@ from titanlite.data.loader import Batch, TrainLoader
 from titanlite.data.rows import IGNORE
 from titanlite.data.sequences import PackedDataset
 from titanlite.data.skip_ranges import before, count, merged, served_already, take, without
-from titanlite.data.tokenize_files import Corpus
 from titanlite.data.validation_loader import ValidationLoader
 
 SEQ = 16
@@ -53,7 +52,7 @@ def steps_of(
 
 
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 4), (2, 3), (12, 1)])
-def test_any_split_serves_the_sequences_of_a_step(corpus: Corpus, ranks: int, micro: int) -> None:
+def test_any_split_serves_the_sequences_of_a_step(corpus, ranks, micro):
     dataset = PackedDataset(corpus, seq_len=SEQ, seed=1)
     group = loaders(dataset, 12, ranks, micro)
     for step in range(8):  # 8 x 12 x 16 tokens: two and a half epochs
@@ -68,9 +67,7 @@ def test_any_split_serves_the_sequences_of_a_step(corpus: Corpus, ranks: int, mi
 
 @pytest.mark.parametrize("skip", [[], SKIP])
 @pytest.mark.parametrize("stop", [0, 6, 13])
-def test_resume_on_another_number_of_ranks_equals_a_straight_run(
-    corpus: Corpus, stop: int, skip: list
-) -> None:
+def test_resume_on_another_number_of_ranks_equals_a_straight_run(corpus, stop, skip):
     dataset = PackedDataset(corpus, seq_len=SEQ, seed=9)  # 37.4 sequences an epoch: 6 steps
     straight, _ = steps_of(dataset, 6, 2, 20, skip=skip)
     first, state = steps_of(dataset, 6, 1, stop, skip=skip)
@@ -81,9 +78,7 @@ def test_resume_on_another_number_of_ranks_equals_a_straight_run(
 
 
 @pytest.mark.parametrize(("skip", "steps", "sequences"), [([], 5, 2), ([(6, 12), (30, 99)], 3, 6)])
-def test_finite_data_end_for_all_ranks_at_once(
-    corpus: Corpus, skip: list, steps: int, sequences: int
-) -> None:
+def test_finite_data_end_for_all_ranks_at_once(corpus, skip, steps, sequences):
     dataset = PackedDataset(corpus, seq_len=SEQ, epochs=1)  # 38 sequences in steps of 9
     targets = 0
     for loader in loaders(dataset, 9, 3, skip=skip):
@@ -98,7 +93,7 @@ def test_finite_data_end_for_all_ranks_at_once(
     assert targets == sequences
 
 
-def test_sizes_and_states_that_do_not_fit_are_refused(corpus: Corpus) -> None:
+def test_sizes_and_states_that_do_not_fit_are_refused(corpus):
     dataset = PackedDataset(corpus, seq_len=SEQ)
     with pytest.raises(DataError, match="training.global_batch_size: 12 .* micro-batch 2 x 5"):
         TrainLoader(dataset, 12, 2, 0, 5)
@@ -113,7 +108,7 @@ def numbers(ranges: Iterable[tuple[int, int]]) -> set[int]:
     return {n for first, end in ranges for n in range(first, end)}
 
 
-def test_arithmetic_of_ranges_agrees_with_sets_of_numbers() -> None:
+def test_arithmetic_of_ranges_agrees_with_sets_of_numbers():
     draw = random.Random(3)
     for _ in range(300):
         a, b = ([(x := draw.randrange(40), x + draw.randrange(9)) for _ in "123"] for _ in "ab")
@@ -131,7 +126,7 @@ def test_arithmetic_of_ranges_agrees_with_sets_of_numbers() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_skipped_sequences_are_served_to_nobody(corpus: Corpus, ranks: int) -> None:
+def test_skipped_sequences_are_served_to_nobody(corpus, ranks):
     """After a range, or a change of the global batch, the position need not be a multiple of the
     ranks.
     """
@@ -142,9 +137,7 @@ def test_skipped_sequences_are_served_to_nobody(corpus: Corpus, ranks: int) -> N
     assert state == {"next_sequence": 39, "left_out": [[6, 18], [26, 29]]}
 
 
-def test_the_state_holds_the_skipped_ranges_and_not_those_that_came_too_late(
-    corpus: Corpus,
-) -> None:
+def test_the_state_holds_the_skipped_ranges_and_not_those_that_came_too_late(corpus):
     dataset = PackedDataset(corpus, seq_len=SEQ)
     state = {"next_sequence": 18, "left_out": [[6, 12]]}
     asked = [(0, 12), (15, 24)]
@@ -159,7 +152,7 @@ def test_the_state_holds_the_skipped_ranges_and_not_those_that_came_too_late(
 # Hashes
 
 
-def test_hashes_add_up_over_ranks_and_tell_data_apart(corpus: Corpus) -> None:
+def test_hashes_add_up_over_ranks_and_tell_data_apart(corpus):
     dataset = PackedDataset(corpus, seq_len=SEQ, epochs=1)
     whole = [step_hash(dataset, step * 12, 12) for step in range(3)]
     assert len(set(whole)) == 3
@@ -180,9 +173,7 @@ def test_hashes_add_up_over_ranks_and_tell_data_apart(corpus: Corpus) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 7])
-def test_a_full_validation_pass_has_the_same_targets_on_any_number_of_ranks(
-    corpus: Corpus, ranks: int
-) -> None:
+def test_a_full_validation_pass_has_the_same_targets_on_any_number_of_ranks(corpus, ranks):
     dataset = PackedDataset(corpus, seq_len=SEQ, shuffle=False, epochs=1)
     group = [ValidationLoader(dataset, 4, -1, rank, ranks) for rank in range(ranks)]
     assert len({len(loader) for loader in group}) == 1
@@ -193,7 +184,7 @@ def test_a_full_validation_pass_has_the_same_targets_on_any_number_of_ranks(
         assert sorted(labels[labels != IGNORE].tolist()) == list(range(2, 600))
 
 
-def test_validation_steps_take_the_first_sequences(corpus: Corpus) -> None:
+def test_validation_steps_take_the_first_sequences(corpus):
     dataset = PackedDataset(corpus, seq_len=SEQ, shuffle=False, epochs=1)
     endless = PackedDataset(corpus, seq_len=SEQ)
     seen = sum((rows([*ValidationLoader(dataset, 4, 2, rank, 2)]) for rank in range(2)), [])

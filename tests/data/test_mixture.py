@@ -34,7 +34,7 @@ def located(rows: MixedRows, count: int, start: int = 0) -> list[tuple[str, int]
 
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("slots", [1, 6])
-def test_shares_are_exact_and_each_source_is_served_without_gaps(slots) -> None:
+def test_shares_are_exact_and_each_source_is_served_without_gaps(slots):
     weights = {"a": 0.7, "b": 0.2, "c": 0.1}
     rows = mix(weights, slots=slots)
     found = located(rows, 4096 * slots)
@@ -48,7 +48,7 @@ def test_shares_are_exact_and_each_source_is_served_without_gaps(slots) -> None:
         assert all(abs(few[n] / index - weights[n]) < 2 * slots / index for n in weights)
 
 
-def test_a_source_that_has_served_its_epochs_leaves_its_share_to_the_others() -> None:
+def test_a_source_that_has_served_its_epochs_leaves_its_share_to_the_others():
     rows = mix({"a": 1, "b": 1, "c": 2}, {"b": 10, "c": 30})
     found = located(rows, 200)
     assert [number for name, number in found if name == "b"] == list(range(10))
@@ -61,7 +61,7 @@ def test_a_source_that_has_served_its_epochs_leaves_its_share_to_the_others() ->
         ended.sequence(40)
 
 
-def test_a_run_that_is_longer_than_the_epochs_of_all_sources_is_refused(tmp_path) -> None:
+def test_a_run_that_is_longer_than_the_epochs_of_all_sources_is_refused(tmp_path):
     sources = []
     for name in "ab":
         path = write_records(tmp_path / name, 1)
@@ -78,7 +78,7 @@ def test_a_run_that_is_longer_than_the_epochs_of_all_sources_is_refused(tmp_path
 
 
 @pytest.mark.parametrize("degree", [2, 3, 8])
-def test_ranks_serve_the_same_steps_and_read_lanes_of_their_own(degree) -> None:
+def test_ranks_serve_the_same_steps_and_read_lanes_of_their_own(degree):
     weights = {"a": 3, "b": 1}
     alone = mix(weights, slots=4)
     loaders = [TrainLoader(mix(weights, slots=4), 24, 1, rank, degree) for rank in range(degree)]
@@ -91,7 +91,7 @@ def test_ranks_serve_the_same_steps_and_read_lanes_of_their_own(degree) -> None:
         assert all(len(loader.dataset.rows[0].asked) == 4 // degree for loader in loaders)
 
 
-def test_a_phase_begins_at_its_sequence_also_within_one_turn_of_the_lanes() -> None:
+def test_a_phase_begins_at_its_sequence_also_within_one_turn_of_the_lanes():
     """Each lane still serves its sequences of each source in order, without gaps."""
     rows = mix(
         {"a": 1, "b": 0}, phases={9: {"a": 1, "b": 1}, 13: {"b": 1}, 30: {"a": 2, "b": 1}}, slots=8
@@ -109,7 +109,7 @@ def test_a_phase_begins_at_its_sequence_also_within_one_turn_of_the_lanes() -> N
         assert rows.served(index) == {"a": served["a"], "b": served["b"]}
 
 
-def test_a_run_goes_on_with_other_shares_and_a_new_source_and_repeats_nothing() -> None:
+def test_a_run_goes_on_with_other_shares_and_a_new_source_and_repeats_nothing():
     before = mix({"a": 1, "b": 1})
     first = located(before, 50)
     state = json.loads(json.dumps(before.merge_states([before.state_dict()])))
@@ -127,7 +127,7 @@ def test_a_run_goes_on_with_other_shares_and_a_new_source_and_repeats_nothing() 
     assert located(again, 150) == found
 
 
-def test_a_source_that_was_served_stays_and_a_lowered_limit_ends_it() -> None:
+def test_a_source_that_was_served_stays_and_a_lowered_limit_ends_it():
     before = mix({"a": 1, "b": 1}, {"a": 300, "b": 400})
     state = json.loads(json.dumps(before.merge_states([before.state_dict()])))
     with pytest.raises(DataError, match="mixture has b. Keep it"):
@@ -138,7 +138,7 @@ def test_a_source_that_was_served_stays_and_a_lowered_limit_ends_it() -> None:
     assert less.total_sequences == 600
 
 
-def test_a_phase_begins_at_its_step_or_with_the_first_step_after_its_tokens(tmp_path) -> None:
+def test_a_phase_begins_at_its_step_or_with_the_first_step_after_its_tokens(tmp_path):
     """A step has 4 sequences of 32 tokens."""
     phases = "[{tokens=1024,lr_factor=0.5}, {tokens=257,weights={b=1}}, {step=7,weights={a=1}}]"
     sources = f"[{{name='a', path='{tmp_path}'}}, {{name='b', path='{tmp_path}'}}]"

@@ -20,14 +20,14 @@ from titanlite.config.data_sections import Data, DataSource, Validation
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Training
 from titanlite.data import DataError
-from titanlite.data.dataset_builder import TextReader, build_dataset
+from titanlite.data.dataset_builder import TextReader
 from titanlite.data.epoch_order import epoch_order
 from titanlite.data.mixtures.mixed_rows import MixedRows
 from titanlite.data.rows import IGNORE, Rows
 from titanlite.data.sequences import PackedDataset
 from titanlite.data.stream import StreamRows
 from titanlite.data.token_files import open_tokens
-from titanlite.data.tokenize_files import Corpus, Tokens
+from titanlite.data.tokenize_files import Corpus
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, Tokenizer, load_tokenizer
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, TiktokenTokenizer, parse_ranks
 
@@ -38,14 +38,15 @@ def build(
     path: Path | None = None, tokenizer: Tokenizer = TOKENIZER, vocab_size: int = 0, **data: Any
 ) -> PackedDataset:
     training = {name: data.pop(name) for name in ("seq_len", "epochs") if name in data}
-    sections = Training(dataset_path=path and str(path), **{"seq_len": 4, **training}), Data(**data)
-    return build_dataset(*sections, tokenizer, vocab_size or tokenizer.vocab_size)
+    section = Training(dataset_path=path and str(path), **{"seq_len": 4, **training})
+    size = vocab_size or tokenizer.vocab_size
+    return TextReader(Data(**data), tokenizer, size).train(section)
 
 
 # The order
 
 
-def test_the_order_never_changes() -> None:
+def test_the_order_never_changes():
     """A run resumed with a later version must read on where it stopped."""
     assert epoch_order(8, seed=0, epoch=0).tolist() == [7, 0, 2, 3, 1, 6, 4, 5]
     assert epoch_order(8, seed=0, epoch=1).tolist() == [4, 6, 2, 0, 5, 1, 7, 3]
@@ -70,9 +71,7 @@ def stream_of(corpus: Corpus, epochs: int, seed: int, shuffle: bool = True) -> l
 
 @pytest.mark.parametrize("seq_len", [1, 7, 599, 1500])
 @pytest.mark.parametrize("kind", ["shuffled", "in order", "token files"])
-def test_every_token_is_a_target_once_per_epoch(
-    corpus: Tokens, tmp_path: Path, seq_len: int, kind: str
-) -> None:
+def test_every_token_is_a_target_once_per_epoch(corpus, tmp_path, seq_len, kind):
     shuffle = kind != "in order"
     stream = stream_of(corpus, 3, 3, shuffle)
     if kind == "token files":
@@ -97,7 +96,7 @@ def test_every_token_is_a_target_once_per_epoch(
 # From sections to sequences
 
 
-def test_documents_begin_with_bos_and_end_with_eos(tmp_path: Path) -> None:
+def test_documents_begin_with_bos_and_end_with_eos(tmp_path):
     path = write_texts(
         tmp_path / "c4.jsonl", ["In the beginning", "", "God created <|end_of_text|>"]
     )
@@ -112,7 +111,7 @@ def test_documents_begin_with_bos_and_end_with_eos(tmp_path: Path) -> None:
     assert build(path, vocab_size=128_256).corpus.tokens.dtype == np.uint32
 
 
-def test_fingerprint_follows_text_and_tokenizer_only(tmp_path: Path) -> None:
+def test_fingerprint_follows_text_and_tokenizer_only(tmp_path):
     path = write_texts(tmp_path / "a.jsonl", ["one", "two"])
     first = build(path).fingerprint
     assert build(write_texts(tmp_path / "renamed.json", ["one", "two"])).fingerprint == first
@@ -124,7 +123,7 @@ def test_fingerprint_follows_text_and_tokenizer_only(tmp_path: Path) -> None:
     assert build(path, TiktokenTokenizer(ranks, SPECIAL_TOKENS[:128])).fingerprint != first
 
 
-def test_sections_reach_the_data() -> None:
+def test_sections_reach_the_data():
     reader = TextReader(Data(), TOKENIZER, TOKENIZER.vocab_size)
     held_out = reader.held_out(Validation(), 128)[""]
     assert held_out.settings == {"seq_len": 128, "seed": 0, "shuffle": False, "epochs": 1}
@@ -134,7 +133,7 @@ def test_sections_reach_the_data() -> None:
     assert training.settings == {"seq_len": 96, "seed": 4, "shuffle": True, "epochs": 2}
 
 
-def test_the_example_in_the_docs_runs() -> None:
+def test_the_example_in_the_docs_runs():
     page = (ROOT / "docs" / "data.md").read_text()
     names: dict[str, Any] = {}
     exec(page.split("```python\n")[1].split("```")[0], names)
@@ -171,7 +170,7 @@ def texts_of(rows: Rows, count: int) -> Counter[str]:
     )
 
 
-def test_streamed_and_whole_text_have_the_same_documents(folder: Path) -> None:
+def test_streamed_and_whole_text_have_the_same_documents(folder):
     with HubServer(folder.parent) as server:
         for path, expected in (
             (str(folder), TEXTS),
@@ -190,7 +189,7 @@ def test_streamed_and_whole_text_have_the_same_documents(folder: Path) -> None:
             assert sorted(whole.corpus.tokens.tolist()) == sorted(tokens)
 
 
-def test_the_order_of_a_source_does_not_depend_on_the_others(folder: Path) -> None:
+def test_the_order_of_a_source_does_not_depend_on_the_others(folder):
     sources = [
         DataSource(name="numbers", path=str(folder), weight=3),
         DataSource(name="one", path=str(folder / "1.jsonl"), epochs=1),
@@ -206,7 +205,7 @@ def test_the_order_of_a_source_does_not_depend_on_the_others(folder: Path) -> No
             assert mixed.sequence(index).tokens.tolist() == alone.sequence(number).tokens.tolist()
 
 
-def test_only_one_rank_lists_files_and_the_others_read_the_same(folder: Path) -> None:
+def test_only_one_rank_lists_files_and_the_others_read_the_same(folder):
     shared: dict[str, object] = {}
 
     def share(name, make):
@@ -221,9 +220,7 @@ def test_only_one_rank_lists_files_and_the_others_read_the_same(folder: Path) ->
     assert read(Data(streaming=True), training).fingerprint != first.fingerprint
 
 
-def test_the_fingerprint_follows_files_and_columns_and_not_the_folder(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_the_fingerprint_follows_files_and_columns_and_not_the_folder(folder, tmp_path):
     moved = shutil.copytree(folder, tmp_path / "moved")
     prints = [
         read(data, Training(dataset_path=str(path), seq_len=32)).fingerprint

@@ -66,7 +66,7 @@ def no_thread_is_left() -> Iterator[None]:
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("depth", "skip"), [(3, [(6, 12)]), (0, ())])
-def test_steps_and_states_are_those_of_the_loader(corpus: Corpus, depth: int, skip: Any) -> None:
+def test_steps_and_states_are_those_of_the_loader(corpus, depth, skip):
     plain = loader(corpus, skip=skip)
     inner = loader(corpus, skip=skip)
     makers = set[str]()
@@ -86,9 +86,7 @@ def test_steps_and_states_are_those_of_the_loader(corpus: Corpus, depth: int, sk
     assert makers == {f"{THREAD}_0" if depth else "MainThread"}
 
 
-def test_a_resume_throws_away_what_is_prepared_and_is_that_of_any_number_of_ranks(
-    corpus: Corpus,
-) -> None:
+def test_a_resume_throws_away_what_is_prepared_and_is_that_of_any_number_of_ranks(corpus):
     plain = loader(corpus)
     straight = [batch_hash(plain.next_step()) for _ in range(12)]
     resumed = [Prefetcher(loader(corpus, rank, 3), 2) for rank in range(3)]
@@ -107,11 +105,11 @@ from titanlite.config.data_sections import Data
 from titanlite.config.sections import Training
 from titanlite.data.loader import TrainLoader
 from titanlite.data.prefetch import Prefetcher
-from titanlite.data.dataset_builder import build_dataset
+from titanlite.data.dataset_builder import TextReader
 from titanlite.data.tokenizer import load_tokenizer
 tokenizer = load_tokenizer()
 data = Data(streaming=True, num_workers=2)
-rows = build_dataset(Training(seq_len=512), data, tokenizer, tokenizer.vocab_size)
+rows = TextReader(data, tokenizer, tokenizer.vocab_size).train(Training(seq_len=512))
 busy, asleep = (Prefetcher(TrainLoader(rows, 64, 64)) for _ in range(2))
 busy.next_step()
 asleep.loader.next_step = lambda: time.sleep(600)
@@ -122,18 +120,18 @@ print(time.time())
 
 
 @pytest.mark.slow
-def test_a_process_does_not_wait_for_a_prefetcher_that_nobody_closes() -> None:
+def test_a_process_does_not_wait_for_a_prefetcher_that_nobody_closes():
     done = python("-c", FORGOTTEN)
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert time.time() - float(done.stdout) < 200
 
 
-def test_an_error_comes_at_its_step_and_the_step_can_be_tried_again(corpus: Corpus) -> None:
+def test_an_error_comes_at_its_step_and_the_step_can_be_tried_again(corpus):
     inner = loader(corpus)
     plain = loader(corpus)
     broken = True
 
-    def fail() -> None:
+    def fail():
         if broken and inner.position == 3 * GLOBAL:
             raise DataError("text.jsonl, line 7: not valid")
 
@@ -150,11 +148,11 @@ def test_an_error_comes_at_its_step_and_the_step_can_be_tried_again(corpus: Corp
 
 
 @pytest.mark.parametrize("reserve", [0, 2])
-def test_a_reserve_of_steps_is_left_when_a_source_fails(corpus: Corpus, reserve: int) -> None:
+def test_a_reserve_of_steps_is_left_when_a_source_fails(corpus, reserve):
     made = itertools.count(1)
     told = list[tuple[int, str]]()
 
-    def fail() -> None:
+    def fail():
         if next(made) == 6:
             raise DataError("the source is lost")
 
@@ -171,13 +169,11 @@ def test_a_reserve_of_steps_is_left_when_a_source_fails(corpus: Corpus, reserve:
         assert told[0][1] == "the source is lost"
 
 
-def test_batches_are_pinned_by_the_thread_on_this_ranks_gpu(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_are_pinned_by_the_thread_on_this_ranks_gpu(corpus, monkeypatch):
     """Without set_device the thread would open a context on GPU 0, on every rank."""
     calls: list[tuple[Any, str]] = []
 
-    def note(what: Any) -> Any:
+    def note(what):
         calls.append((what, threading.current_thread().name))
         return what
 

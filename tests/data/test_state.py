@@ -66,7 +66,7 @@ def _state(names: list[str], kind: str) -> dict[str, Any]:
 
 @pytest.mark.slow_after(3)
 @pytest.mark.parametrize("kind", ["text", "stream", "mixture"])
-def test_every_value_of_a_state_is_used_or_refused_by_its_name(names: list[str], kind: str) -> None:
+def test_every_value_of_a_state_is_used_or_refused_by_its_name(names, kind):
     """Each value at each place: a row comes, or a DataError; nothing else, such as an
     IndexError.
     """
@@ -86,7 +86,7 @@ def test_every_value_of_a_state_is_used_or_refused_by_its_name(names: list[str],
     assert refused > (20 if kind == "text" else 200)
 
 
-def test_the_refusal_names_entry_and_value(names: list[str]) -> None:
+def test_the_refusal_names_entry_and_value(names):
     state = _state(names, "stream")
     state["left_out"] = [[16, 8]]
     with pytest.raises(StateError, match=r"left_out\[0\] = \[16, 8\] is no range of sequences"):

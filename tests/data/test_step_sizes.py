@@ -67,7 +67,7 @@ def random_phases(seed: int) -> Phases:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_step_has_the_size_and_place_of_a_walk(seed: int) -> None:
+def test_every_step_has_the_size_and_place_of_a_walk(seed):
     phases = random_phases(seed)
     wanted = walk(phases, 40)
     course = phases.course()
@@ -91,7 +91,7 @@ def test_every_step_has_the_size_and_place_of_a_walk(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(0, 12, 2))
-def test_lengths_by_tokens_and_by_sequences_are_the_fewest_steps(seed: int) -> None:
+def test_lengths_by_tokens_and_by_sequences_are_the_fewest_steps(seed):
     phases = random_phases(seed)
     wanted = walk(phases, 60)
     course = phases.course()
@@ -104,7 +104,7 @@ def test_lengths_by_tokens_and_by_sequences_are_the_fewest_steps(seed: int) -> N
         assert course.position_after(steps) == wanted[steps].position
 
 
-def test_steps_of_the_data_order_follow_the_ramp_both_ways() -> None:
+def test_steps_of_the_data_order_follow_the_ramp_both_ways():
     """Steps of 4, 4, 8, 8, … sequences."""
     course = phases_of(DataPhase(step=3, global_batch_size=8)).course()
     assert ranges_of_steps([1, "2-4"], course) == ((0, 24),)
@@ -154,9 +154,7 @@ def go(run: Any, until: int) -> dict[str, Any]:
     ("border", "bad"),
     [(DataPhase(step=7, global_batch_size=8), 6), (None, 5), (None, 7), (None, 8)],
 )
-def test_a_rollback_leaves_out_the_bad_text_and_keeps_the_border(
-    border: DataPhase | None, bad: int
-) -> None:
+def test_a_rollback_leaves_out_the_bad_text_and_keeps_the_border(border, bad):
     # 6 steps of 4 rows of 2 tokens come before it.
     phase = border or DataPhase(tokens=6 * 4 * 2, global_batch_size=8)
     phases = Phases([phase], {}, 4, 8)
@@ -179,9 +177,7 @@ def test_a_rollback_leaves_out_the_bad_text_and_keeps_the_border(
 @pytest.mark.parametrize(
     ("begin", "step", "first"), [({"step": 21}, 21, 120), ({"tokens": 320}, 31, 160)]
 )
-def test_weights_and_rate_change_together_after_a_resume_with_another_batch(
-    begin: dict[str, int], step: int, first: int
-) -> None:
+def test_weights_and_rate_change_together_after_a_resume_with_another_batch(begin, step, first):
     """10 steps of 8 sequences of 2 tokens, then steps of 4."""
     phase = DataPhase(**begin, weights={"b": 1.0}, lr_factor=0.5)
     before = Phases([phase], {"a": 1.0}, 8, 16)
@@ -193,7 +189,7 @@ def test_weights_and_rate_change_together_after_a_resume_with_another_batch(
         assert after.shares(done) == {0: {"a": 1.0}, first: {"b": 1.0}}
 
 
-def test_steps_left_count_the_ramp() -> None:
+def test_steps_left_count_the_ramp():
     phases = Phases([DataPhase(step=4, global_batch_size=8)], {}, 4, 8, skip=((6, 9), (30, 33)))
     rows = Numbers(61, 1)
     loader = TrainLoader(rows, 4, 4, skip=phases.skip)
@@ -206,7 +202,7 @@ def test_steps_left_count_the_ramp() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_shorter_sequences_are_the_pieces_of_rows_in_order(ranks: int) -> None:
+def test_shorter_sequences_are_the_pieces_of_rows_in_order(ranks):
     phases = Phases([DataPhase(step=3, seq_len=2, global_batch_size=4)], {}, 8, 8)
     assert phases.row_len == 2
     loaders = [TrainLoader(Served(), 8, 2, rank, ranks) for rank in range(ranks)]

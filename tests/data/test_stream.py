@@ -23,9 +23,7 @@ from titanlite.data.text_files import TextFiles
     ("sizes", "lanes", "shuffle"),
     [([13, 20, 7, 16, 9, 18, 11], 4, True), ([40, 33], 5, True), ([50], 1, False)],
 )
-def test_each_lane_serves_each_of_its_documents_once_per_epoch(
-    tmp_path, sizes, lanes, shuffle
-) -> None:
+def test_each_lane_serves_each_of_its_documents_once_per_epoch(tmp_path, sizes, lanes, shuffle):
     rows = make_stream(write_shards(tmp_path, sizes), lanes=lanes, shuffle=shuffle)
     seen: Counter[int] = Counter()
     for lane in range(lanes):
@@ -58,7 +56,7 @@ def next_steps(loaders: list[TrainLoader]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_every_number_of_ranks_serves_the_same_steps(names, workers) -> None:
+def test_every_number_of_ranks_serves_the_same_steps(names, workers):
     wanted = steps_of(names)[:4]
     for degree in (1, 2, 3, 4, 8):
         loaders = [
@@ -74,7 +72,7 @@ def test_every_number_of_ranks_serves_the_same_steps(names, workers) -> None:
 
 @pytest.mark.slow_after(3)
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (1, 8)])
-def test_a_resume_at_every_step_and_on_other_ranks_is_exact(names, before, after) -> None:
+def test_a_resume_at_every_step_and_on_other_ranks_is_exact(names, before, after):
     wanted = steps_of(names)
     loaders = [TrainLoader(make_stream(names), SIZE, 1, rank, before) for rank in range(before)]
     for stop in range(STEPS):
@@ -96,7 +94,7 @@ def test_a_resume_at_every_step_and_on_other_ranks_is_exact(names, before, after
         assert next_steps(loaders) == wanted[stop]
 
 
-def test_going_back_gives_the_same_rows(names) -> None:
+def test_going_back_gives_the_same_rows(names):
     rows = make_stream(names)
     wanted = first_rows(rows, 80)
     rows.close()
@@ -106,7 +104,7 @@ def test_going_back_gives_the_same_rows(names) -> None:
     assert first_rows(rows, 9) == wanted[:9]
 
 
-def test_a_resume_reads_no_shard_that_is_done(names, monkeypatch) -> None:
+def test_a_resume_reads_no_shard_that_is_done(names, monkeypatch):
     rows = make_stream(names, lanes=1)
     first_rows(rows, 45)
     state = rows.state_dict()
@@ -122,7 +120,7 @@ def test_a_resume_reads_no_shard_that_is_done(names, monkeypatch) -> None:
     assert state["cursors"][0][4] in opened
 
 
-def test_a_state_that_counts_fitted_rows_begins_its_block_again(names) -> None:
+def test_a_state_that_counts_fitted_rows_begins_its_block_again(names):
     rows = make_stream(names, lanes=1)
     first_rows(rows, 45)
     ((lane, count, *place),) = rows.state_dict()["cursors"]
@@ -133,7 +131,7 @@ def test_a_state_that_counts_fitted_rows_begins_its_block_again(names) -> None:
     assert resumed.state_dict()["cursors"] == [[lane, count, *place[:3], 0, 0]]
 
 
-def test_masked_documents_have_numbers_and_no_target_across_borders(names) -> None:
+def test_masked_documents_have_numbers_and_no_target_across_borders(names):
     row = make_stream(names, mask_documents=True).sequence(0)
     assert row.documents is not None
     assert set(np.diff(row.documents)) == {0, 1}
@@ -142,7 +140,7 @@ def test_masked_documents_have_numbers_and_no_target_across_borders(names) -> No
     assert all(row.tokens[borders] == 2)
 
 
-def test_the_number_of_lanes_is_that_of_the_checkpoint_unless_it_is_given(names) -> None:
+def test_the_number_of_lanes_is_that_of_the_checkpoint_unless_it_is_given(names):
     state = make_stream(names, lanes=4).state_dict()
     other = make_stream(names, lanes=None, ranks=6)
     other.load_state_dict(state)
@@ -152,7 +150,7 @@ def test_the_number_of_lanes_is_that_of_the_checkpoint_unless_it_is_given(names)
         make_stream(names, lanes=5).load_state_dict(state)
 
 
-def test_bad_text_is_named_and_a_lane_without_text_too(tmp_path) -> None:
+def test_bad_text_is_named_and_a_lane_without_text_too(tmp_path):
     names = write_shards(tmp_path, [3, 0])
     with pytest.raises(DataError, match="part-01.*a lane of the stream is empty"):
         first_rows(make_stream(names, lanes=2), 4)

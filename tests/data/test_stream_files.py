@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -64,9 +63,7 @@ def read(url: str, start: int = 0, patience: float = 300) -> Iterator[str]:
     ],
 )
 @pytest.mark.parametrize("file", ["a.jsonl.gz", "b.jsonl", "c.parquet"])
-def test_no_record_is_lost_or_read_twice(
-    server: HubServer, file: str, fault: dict[str, Any]
-) -> None:
+def test_no_record_is_lost_or_read_twice(server, file, fault):
     server.fail(f"*/{file}", **fault)
     assert list(read(f"{server.url}/files/{file}", start=7)) == TEXTS[7:]
     assert not server.faults[0].times
@@ -76,13 +73,13 @@ def test_no_record_is_lost_or_read_twice(
     )
 
 
-def test_a_server_without_ranges_is_read_in_order(server: HubServer) -> None:
+def test_a_server_without_ranges_is_read_in_order(server):
     server.ranges = False
     assert list(read(f"{server.url}/files/a.jsonl.gz")) == TEXTS
 
 
 @pytest.mark.parametrize("tag", ["ETag", "Last-Modified", "X-None"])
-def test_a_file_that_was_replaced_is_not_read_on(server: HubServer, tag: str, monkeypatch) -> None:
+def test_a_file_that_was_replaced_is_not_read_on(server, tag, monkeypatch):
     """Between two ranges, where no answer fails; the size tells it if no header does."""
     monkeypatch.setattr("titanlite.data.remote._MOST", 20_000)
     server.tag, path = tag, server.root / "files/b.jsonl"
@@ -96,15 +93,13 @@ def test_a_file_that_was_replaced_is_not_read_on(server: HubServer, tag: str, mo
     assert [first, *later] == TEXTS[: len(later) + 1]
 
 
-def test_a_server_that_refuses_stalls_or_starts_again(
-    server: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_refuses_stalls_or_starts_again(server, monkeypatch):
     monkeypatch.setattr("titanlite.data.remote._SILENCE", 1.0)
     server.fail("*/a.jsonl.gz", stall=60)
     for method in ("HEAD", "GET"):
         server.fail("*/a.jsonl.gz", method=method, status=503)
 
-    def come_back() -> None:
+    def come_back():
         server.closing.clear()
         server.__enter__()
 
@@ -114,7 +109,7 @@ def test_a_server_that_refuses_stalls_or_starts_again(
     assert not any(fault.times for fault in server.faults)
 
 
-def test_a_lasting_fault_is_an_error_with_file_and_status(server: HubServer) -> None:
+def test_a_lasting_fault_is_an_error_with_file_and_status(server):
     with pytest.raises(
         DataError, match=r"nothing\.jsonl cannot be read at byte 0: ClientResponseError: 404"
     ):
@@ -128,7 +123,7 @@ def test_a_lasting_fault_is_an_error_with_file_and_status(server: HubServer) -> 
 
 
 @pytest.mark.slow
-def test_s3_text_with_faults(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_text_with_faults(server, monkeypatch):
     s3fs = pytest.importorskip("s3fs")
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     with serving() as server.upstream:
@@ -190,7 +185,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.slow
-def test_a_data_set_of_the_hub_is_listed_and_read(tmp_path: Path) -> None:
+def test_a_data_set_of_the_hub_is_listed_and_read(tmp_path):
     pytest.importorskip("datasets")
     write_c4(tmp_path, 2)
     (tmp_path / "datasets/me/secret").mkdir(parents=True)
@@ -259,9 +254,7 @@ def refused(training: Training) -> str:
         ({"dataset_path": "{}/a.jsonl?sig=secret"}, "training.dataset_path: {}/a.jsonl cannot be "),
     ],
 )
-def test_a_server_that_refuses_ends_the_start_soon_with_cause_and_command(
-    nowhere: str, text: dict[str, str], begin: str
-) -> None:
+def test_a_server_that_refuses_ends_the_start_soon_with_cause_and_command(nowhere, text, begin):
     where = {name: value.format(nowhere) for name, value in text.items()}
     found = refused(Training(**where, seq_len=8))
     assert found.startswith(begin.format(nowhere))
@@ -270,9 +263,7 @@ def test_a_server_that_refuses_ends_the_start_soon_with_cause_and_command(
     assert "HF_TOKEN" not in found and "secret" not in found
 
 
-def test_text_is_read_by_the_proxy_of_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_is_read_by_the_proxy_of_the_environment(tmp_path, monkeypatch):
     (tmp_path / "files").mkdir()
     (tmp_path / "files/a.jsonl").write_bytes(LINES)
     with HubServer(tmp_path) as server:
@@ -283,7 +274,7 @@ def test_text_is_read_by_the_proxy_of_the_environment(
         assert [record.text for record in found] == TEXTS
 
 
-def test_only_the_first_contact_is_short(tmp_path: Path) -> None:
+def test_only_the_first_contact_is_short(tmp_path):
     with HubServer(tmp_path) as server:
         assert contact_problem(server.url) is None
         assert server.requests == [], "it connects and asks nothing"

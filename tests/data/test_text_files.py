@@ -45,7 +45,7 @@ def refused(path: Path) -> str:
     return str(caught.value)
 
 
-def test_a_folder_is_read_in_order_of_names(tmp_path: Path) -> None:
+def test_a_folder_is_read_in_order_of_names(tmp_path):
     write(tmp_path / "c4-02.json.gz", "e")
     (tmp_path / "c4-01.jsonl").write_text(f"{record('c')}\n\n{record('d')}")
     write(tmp_path / "c4-00.json", "a", "b")
@@ -58,7 +58,7 @@ def test_a_folder_is_read_in_order_of_names(tmp_path: Path) -> None:
     ]
 
 
-def test_names_lead_to_the_bundled_text_unless_a_path_is_given(tmp_path: Path) -> None:
+def test_names_lead_to_the_bundled_text_unless_a_path_is_given(tmp_path):
     key = "validation.dataset_path"
     files = map(Path, find_text("c4_test", None, key).files)
     assert [file.parent.name for file in files] == ["train"] * 4
@@ -68,14 +68,14 @@ def test_names_lead_to_the_bundled_text_unless_a_path_is_given(tmp_path: Path) -
         find_text("c4_tset", None, key)
 
 
-def test_missing_path_empty_folder_and_foreign_file(tmp_path: Path) -> None:
+def test_missing_path_empty_folder_and_foreign_file(tmp_path):
     assert "does not exist" in refused(tmp_path / "nowhere")
     assert "holds no text; expected names in .json, .jsonl, " in refused(tmp_path)
     (tmp_path / "text.tar").write_bytes(b"a.txt" + bytes(100))
     assert "is a file of another kind" in refused(tmp_path / "text.tar")
 
 
-def test_patterns_subfolders_and_splits(tmp_path: Path) -> None:
+def test_patterns_subfolders_and_splits(tmp_path):
     for name in ("b/2.jsonl", "b/1.jsonl", "a/3.jsonl", ".cache/4.jsonl"):
         write(tmp_path / name, name)
     assert texts(tmp_path) == ["a/3.jsonl", "b/1.jsonl", "b/2.jsonl"]
@@ -86,7 +86,7 @@ def test_patterns_subfolders_and_splits(tmp_path: Path) -> None:
     assert "1 file of JSON lines, in subfolders: a/3.jsonl" in said
 
 
-def test_a_file_is_read_once_also_behind_links_and_by_two_stars(tmp_path: Path) -> None:
+def test_a_file_is_read_once_also_behind_links_and_by_two_stars(tmp_path):
     for name in ("text/a/1.jsonl", "text/a/b/a/2.jsonl", "elsewhere/3.jsonl"):
         write(tmp_path / name, Path(name).name)
     (tmp_path / "text/link").symlink_to(tmp_path / "elsewhere")
@@ -119,9 +119,7 @@ NAMES = ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "stream.arrow", "f
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_kind_has_the_same_rows_from_any_start_under_any_name(
-    tmp_path: Path, name: str
-) -> None:
+def test_each_kind_has_the_same_rows_from_any_start_under_any_name(tmp_path, name):
     asked = [str(i) for i in range(250)]
     texts = [f"text {i} é" for i in asked]
     path = make(tmp_path / name, pa.table({"id": range(250), "body": texts, "ask": asked}))
@@ -136,9 +134,7 @@ def test_each_kind_has_the_same_rows_from_any_start_under_any_name(
 
 
 @pytest.mark.parametrize("name", NAMES[1:4])
-def test_a_truncated_or_damaged_file_is_refused_after_its_whole_rows(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_truncated_or_damaged_file_is_refused_after_its_whole_rows(tmp_path, name):
     path = make(
         tmp_path / name, pa.table({"text": [f"{i} {os.urandom(200).hex()}" for i in range(1000)]})
     )
@@ -152,13 +148,13 @@ def test_a_truncated_or_damaged_file_is_refused_after_its_whole_rows(
     assert re.search(r": damaged after (line|row) \d+ |, line \d+: not valid JSON", refused(path))
 
 
-def test_an_arrow_stream_without_its_end_is_refused(tmp_path: Path) -> None:
+def test_an_arrow_stream_without_its_end_is_refused(tmp_path):
     path = make(tmp_path / "a.arrow", pa.table({"text": [str(n) for n in range(200)]}))
     path.write_bytes(path.read_bytes()[:-8])
     assert re.search("damaged after row|truncated", refused(path))
 
 
-def test_zstd_frames_to_skip_are_skipped(tmp_path: Path) -> None:
+def test_zstd_frames_to_skip_are_skipped(tmp_path):
     path = tmp_path / "unnamed"
     # pzstd writes the size of the next frame into one.
     skip = struct.pack("<III", 0x184D2A5F, 4, 99)
@@ -184,7 +180,7 @@ def test_zstd_frames_to_skip_are_skipped(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_bad_columns_are_named_by_row(tmp_path: Path, values: object, message: str) -> None:
+def test_bad_columns_are_named_by_row(tmp_path, values, message):
     table = pa.table({"text": values})
     for name in NAMES[3:]:
         assert message in refused(make(tmp_path / name, table))
@@ -208,14 +204,12 @@ def test_bad_columns_are_named_by_row(tmp_path: Path, values: object, message: s
         ("a.txt", b"", "the files are empty"),
     ],
 )
-def test_files_that_are_no_text_are_refused(
-    tmp_path: Path, name: str, content: bytes, message: str
-) -> None:
+def test_files_that_are_no_text_are_refused(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     assert message in refused(tmp_path / name)
 
 
-def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+def test_a_text_file_is_one_document(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf{one}\r\n\ntwo\n")
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"three"))
     assert [(r.number, r.text) for r in iter_records(tmp_path)] == [
@@ -234,7 +228,7 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
         ('{"text": null}', "found NoneType"),
     ],
 )
-def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, line: str, message: str) -> None:
+def test_a_bad_record_is_named_by_file_and_line(tmp_path, line, message):
     for name in ("a.jsonl", "a.json.gz"):
         found = refused(write(tmp_path / name, "a", "b", raw=line))
         assert "line 3: " in found

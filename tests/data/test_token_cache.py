@@ -72,7 +72,7 @@ def names(cache: Path) -> list[str]:
     return sorted(path.suffix for path in cache.iterdir())
 
 
-def test_a_second_start_reads_no_text(text: Path, cache: Path, counted: list[int]) -> None:
+def test_a_second_start_reads_no_text(text, cache, counted):
     plain = tokenize([text], TOKENIZER, TOKENIZER.vocab_size)
     for _ in range(2):
         found = load(text, cache)
@@ -82,9 +82,7 @@ def test_a_second_start_reads_no_text(text: Path, cache: Path, counted: list[int
     assert names(cache) == [".tokens"]
 
 
-def test_another_text_vocabulary_or_time_is_another_file(
-    text: Path, cache: Path, counted: list[int]
-) -> None:
+def test_another_text_vocabulary_or_time_is_another_file(text, cache, counted):
     load(text, cache)
     seen = text.stat()
     content = text.read_text()
@@ -115,13 +113,7 @@ def _flip(at: int) -> Callable[[Path], None]:
         lambda path: os.truncate(path, path.stat().st_size - 2),
     ],
 )
-def test_a_damaged_file_is_replaced(
-    text: Path,
-    cache: Path,
-    counted: list[int],
-    damage: Callable[[Path], None],
-    logged: Callable[[], str],
-) -> None:
+def test_a_damaged_file_is_replaced(text, cache, counted, damage, logged):
     plain = load(text, "off")
     load(text, cache)
     (path,) = cache.iterdir()
@@ -133,8 +125,8 @@ def test_a_damaged_file_is_replaced(
 
 
 def test_a_path_starts_at_the_home_and_one_that_is_no_use_is_told(
-    text: Path, tmp_path: Path, logged: Callable[[], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    text, tmp_path, logged, monkeypatch
+):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert is_mapped(load(text, "~/tokens"))
     assert names(tmp_path / "home" / "tokens") == [".tokens"]
@@ -145,12 +137,8 @@ def test_a_path_starts_at_the_home_and_one_that_is_no_use_is_told(
 
 
 def test_off_and_small_texts_leave_no_file_and_auto_takes_no_folder_of_somebody_else(
-    text: Path,
-    tmp_path: Path,
-    counted: list[int],
-    logged: Callable[[], str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    text, tmp_path, counted, logged, monkeypatch
+):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -170,9 +158,7 @@ def test_off_and_small_texts_leave_no_file_and_auto_takes_no_folder_of_somebody_
     assert "belongs to another user" in logged()
 
 
-def test_threads_follow_cores_and_ranks(
-    text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, counted: list[int]
-):
+def test_threads_follow_cores_and_ranks(text, cache, monkeypatch, counted):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     load(text, "off", workers=None)
@@ -181,9 +167,7 @@ def test_threads_follow_cores_and_ranks(
     assert counted == [3, 8, 5]
 
 
-def test_a_wait_for_another_process_is_told_and_ends(
-    text: Path, cache: Path, logged: Callable[[], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_for_another_process_is_told_and_ends(text, cache, logged, monkeypatch):
     """The locks of two open files exclude each other, as those of two processes do."""
     load(text, cache)
     (tokens,) = cache.iterdir()
@@ -199,12 +183,8 @@ def test_a_wait_for_another_process_is_told_and_ends(
 
 
 def test_one_of_two_tokenizes_and_a_full_disk_leaves_no_file(
-    text: Path,
-    cache: Path,
-    counted: list[int],
-    logged: Callable[[], str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    text, cache, counted, logged, monkeypatch
+):
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda _: load(text, cache), range(2)))
     assert same(*found)
@@ -212,7 +192,7 @@ def test_one_of_two_tokenizes_and_a_full_disk_leaves_no_file(
     assert len(counted) == 1
     assert names(cache) == [".tokens"]
 
-    def full(_: object) -> None:
+    def full(_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(token_cache, "sync", full)
@@ -248,9 +228,7 @@ def encoding(encode: Callable[[Tokenizer, str], np.ndarray | None]) -> Tokenizer
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_threads_give_the_same_corpus_as_the_plain_way(
-    workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_give_the_same_corpus_as_the_plain_way(workers, monkeypatch):
     files = list_files(BUNDLED["c4_validation"])
     one = tokenize(files, TOKENIZER, TOKENIZER.vocab_size)
     assert one.tokens.tolist() == [
@@ -274,17 +252,11 @@ def test_threads_give_the_same_corpus_as_the_plain_way(
     ],
 )
 def test_the_first_error_in_the_file_is_the_one_that_is_named(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    workers: int,
-    chunk: int,
-    marks: list[int],
-    raw: dict[int, str],
-    first: str,
-) -> None:
+    tmp_path, monkeypatch, workers, chunk, marks, raw, first
+):
     """A "!" has an id beyond the vocabulary, and all other texts are slow."""
 
-    def encode(tokenizer: Tokenizer, text: str) -> np.ndarray | None:
+    def encode(tokenizer, text):
         if "!" in text:
             return np.array([tokenizer.bos_id, 3000, tokenizer.eos_id])
         threading.Event().wait(0.002)
@@ -316,13 +288,7 @@ def _fails(*_: object) -> None:
     ("tokenizer", "read", "error"),
     [(TOKENIZER, _interrupted, KeyboardInterrupt), (encoding(_fails), iter_records, MemoryError)],
 )
-def test_threads_end_with_an_interrupt_or_an_error(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    tokenizer: Tokenizer,
-    read: object,
-    error: type[BaseException],
-) -> None:
+def test_threads_end_with_an_interrupt_or_an_error(tmp_path, monkeypatch, tokenizer, read, error):
     monkeypatch.setattr(tokenize_files, "_CHUNK", 1)
     monkeypatch.setattr(tokenize_files, "iter_records", read)
     with pytest.raises(error):

@@ -14,7 +14,7 @@ from tests.support.token_folders import LENGTHS, SIZE, TOKENIZER, write_megatron
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import Training
 from titanlite.data import DataError
-from titanlite.data.dataset_builder import build_dataset
+from titanlite.data.dataset_builder import TextReader
 from titanlite.data.epoch_order import Permutation, epoch_key
 from titanlite.data.rows import IGNORE, FilePlace
 from titanlite.data.sequences import PackedDataset
@@ -36,7 +36,7 @@ def rows_of(path: Path, **settings: Any) -> PackedDataset:
 # The order
 
 
-def test_the_order_never_changes() -> None:
+def test_the_order_never_changes():
     """A run resumed with a later version must read on where it stopped."""
     places = map(Permutation(10, epoch_key(0, 1)), range(10))
     assert list(places) == [6, 8, 3, 4, 2, 5, 1, 9, 7, 0]
@@ -44,7 +44,7 @@ def test_the_order_never_changes() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 16, 17, 4099])
-def test_each_place_has_its_own_element(count: int) -> None:
+def test_each_place_has_its_own_element(count):
     for epoch in range(3):
         places = map(Permutation(count, epoch_key(1, epoch)), range(count))
         assert sorted(places) == list(range(count))
@@ -53,7 +53,7 @@ def test_each_place_has_its_own_element(count: int) -> None:
 # Rows
 
 
-def test_documents_are_found_by_number(tmp_path: Path) -> None:
+def test_documents_are_found_by_number(tmp_path):
     rows = rows_of(write_prepared(tmp_path / "a"), shuffle=False, mask_documents=True, epochs=2)
     lengths = [length for part in LENGTHS for length in part]
     owner = np.tile(np.repeat(np.arange(20), lengths), 2)
@@ -72,7 +72,7 @@ def test_documents_are_found_by_number(tmp_path: Path) -> None:
 # Files
 
 
-def test_megatron_documents_are_of_several_sequences(tmp_path: Path) -> None:
+def test_megatron_documents_are_of_several_sequences(tmp_path):
     bin_file = write_megatron(tmp_path / "c4", [[3, 2], [4], [], [1, 1, 1]], code=4, dtype="<i4")
     for name in (bin_file, bin_file.with_suffix(".idx"), bin_file.with_suffix(""), tmp_path):
         assert is_tokens(str(name))
@@ -89,7 +89,7 @@ def test_megatron_documents_are_of_several_sequences(tmp_path: Path) -> None:
         rows_of(bin_file)
 
 
-def test_a_change_of_foreign_files_changes_the_fingerprint(tmp_path: Path) -> None:
+def test_a_change_of_foreign_files_changes_the_fingerprint(tmp_path):
     found = set()
     for change in ({}, {0: 5}, {99: 5}):
         ids = np.ones(100, dtype=np.uint16)
@@ -100,7 +100,7 @@ def test_a_change_of_foreign_files_changes_the_fingerprint(tmp_path: Path) -> No
     assert len(found) == 3
 
 
-def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_does_not_fit_is_refused(tmp_path):
     folder = write_prepared(tmp_path / "a")
     too_high = f"holds the id {TOTAL}, which is outside the model's vocabulary of {TOTAL}"
     with pytest.raises(DataError, match=too_high):
@@ -112,9 +112,9 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=prints):
         open_tokens(str(folder), other, other.vocab_size)
 
-    def build(**data: Any) -> Any:
-        return build_dataset(
-            Training(dataset_path=str(folder), seq_len=7), Data(**data), TOKENIZER, SIZE
+    def build(**data):
+        return TextReader(Data(**data), TOKENIZER, SIZE).train(
+            Training(dataset_path=str(folder), seq_len=7)
         )
 
     with pytest.raises(

@@ -71,7 +71,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("suffix", ["tokens", "offsets", "targets"])
-def test_a_flipped_byte_ends_the_run_when_its_part_is_read(tmp_path: Path, suffix: str) -> None:
+def test_a_flipped_byte_ends_the_run_when_its_part_is_read(tmp_path, suffix):
     folder = prepared(tmp_path / "a")
     damaged = folder / f"part-1.{suffix}"
     # Documents of 30 and 20 tokens become 31 and 19: in order, and wrong.
@@ -89,9 +89,7 @@ def test_a_flipped_byte_ends_the_run_when_its_part_is_read(tmp_path: Path, suffi
         files.read(0, 10)
 
 
-def test_a_part_is_checked_when_it_is_read_and_once_on_a_machine(
-    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_is_checked_when_it_is_read_and_once_on_a_machine(tmp_path, read, monkeypatch):
     folder = prepared(tmp_path / "a", masked=0)
     records = tmp_path / "records"
     records.mkdir()
@@ -118,7 +116,7 @@ def test_a_part_is_checked_when_it_is_read_and_once_on_a_machine(
     assert other.check is None, "the first rank of a machine checks for all"
 
 
-def test_offsets_and_sizes_are_checked_at_the_start(tmp_path: Path) -> None:
+def test_offsets_and_sizes_are_checked_at_the_start(tmp_path):
     folder = prepared(tmp_path / "a")
     (folder / "part-1.offsets").write_bytes(np.array([0, 60, 50, 100], dtype="<i8").tobytes())
     with pytest.raises(
@@ -137,7 +135,7 @@ def test_offsets_and_sizes_are_checked_at_the_start(tmp_path: Path) -> None:
             opened(folder, None)
 
 
-def test_a_save_waits_for_the_parts_that_were_read(tmp_path: Path) -> None:
+def test_a_save_waits_for_the_parts_that_were_read(tmp_path):
     folder = prepared(tmp_path / "a")
     flip(folder / "part-0.tokens", 5)
     files = opened(folder, None)
@@ -151,7 +149,7 @@ def test_a_save_waits_for_the_parts_that_were_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_ends_before_a_checkpoint_holds_damaged_tokens(tmp_path: Path) -> None:
+def test_a_run_ends_before_a_checkpoint_holds_damaged_tokens(tmp_path):
     folder = prepared(tmp_path / "a", masked=0)
     out = tmp_path / "run"
     flip(folder / "part-1.tokens", 5)
@@ -167,9 +165,7 @@ def test_a_run_ends_before_a_checkpoint_holds_damaged_tokens(tmp_path: Path) -> 
 # The command
 
 
-def test_verify_names_all_that_is_damaged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_names_all_that_is_damaged(tmp_path, capsys):
     folder = prepared(tmp_path / "a")
     assert main(["data", "verify", str(folder)]) == 0
     assert "3 parts, 300 tokens: " in (said := capsys.readouterr().out)

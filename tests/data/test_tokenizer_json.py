@@ -63,7 +63,7 @@ def refused(path: Path, words: str) -> None:
     assert str(path.parent) in str(caught.value)
 
 
-def test_ids_are_those_of_transformers_and_of_sentencepiece(llama2: Path) -> None:
+def test_ids_are_those_of_transformers_and_of_sentencepiece(llama2):
     ours = load(llama2)
     assert (ours.vocab_size, ours.bos_id, ours.eos_id) == (2304, 1, 2)
     sentencepiece = load(BUNDLED_SENTENCEPIECE)
@@ -84,7 +84,7 @@ def test_ids_are_those_of_transformers_and_of_sentencepiece(llama2: Path) -> Non
     assert not {0, 1, 2} & set(ids)
 
 
-def test_post_processor_truncation_and_padding_have_no_effect(llama3: Path, tmp_path: Path) -> None:
+def test_post_processor_truncation_and_padding_have_no_effect(llama3, tmp_path):
     changed = tokenizers.Tokenizer.from_file(str(llama3))
     begin, end = SPECIAL_TOKENS[:2]
     changed.post_processor = tokenizers.processors.TemplateProcessing(
@@ -130,9 +130,7 @@ NAMED = {"bos_token": "B", "eos_token": "E"}
         ),
     ],
 )
-def test_files_that_name_bos_and_eos(
-    tmp_path: Path, beside: dict[str, Any], bos: str, eos: str
-) -> None:
+def test_files_that_name_bos_and_eos(tmp_path, beside, bos, eos):
     tokenizer = load(write_words(tmp_path, *WORDS, **beside))
     assert (tokenizer.bos_id, tokenizer.eos_id) == (WORDS.index(bos), WORDS.index(eos))
     assert tokenizer.special_tokens == {bos: WORDS.index(bos), eos: WORDS.index(eos)}
@@ -147,9 +145,7 @@ def test_files_that_name_bos_and_eos(
         ({"tokenizer_config": NAMED | {"pad_token": 3}}, "special tokens of tokenizer_config.json"),
     ],
 )
-def test_unknown_bos_and_eos_are_refused(
-    tmp_path: Path, beside: dict[str, Any], words: str
-) -> None:
+def test_unknown_bos_and_eos_are_refused(tmp_path, beside, words):
     refused(write_words(tmp_path, "?", "a", "B", "E", **beside), words)
 
 
@@ -186,7 +182,7 @@ ADDING = {
 
 
 @pytest.mark.parametrize("kind", ADDING)
-def test_tokens_of_the_files_beside_get_the_ids_of_transformers(tmp_path: Path, kind: str) -> None:
+def test_tokens_of_the_files_beside_get_the_ids_of_transformers(tmp_path, kind):
     path = write_words(tmp_path, *WORDS, **ADDING[kind])
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -213,7 +209,7 @@ def test_tokens_of_the_files_beside_get_the_ids_of_transformers(tmp_path: Path, 
     assert alone.get_vocab_size() == ours.vocab_size
 
 
-def test_fingerprint_follows_what_decides_the_ids(tmp_path: Path) -> None:
+def test_fingerprint_follows_what_decides_the_ids(tmp_path):
     path = write_words(tmp_path, *WORDS)
     first = load(path).fingerprint
     path.write_text(json.dumps(json.loads(path.read_text()), indent=7))
@@ -225,9 +221,7 @@ def test_fingerprint_follows_what_decides_the_ids(tmp_path: Path) -> None:
     assert len(first) == 64
 
 
-def test_damaged_and_other_files_and_a_missing_library(
-    tmp_path: Path, llama3: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_and_other_files_and_a_missing_library(tmp_path, llama3, monkeypatch):
     content = llama3.read_bytes()
     path = tmp_path / "tokenizer.json"
     other = json.dumps({**json.loads(content), "model": {"type": "Nonesuch"}}).encode()

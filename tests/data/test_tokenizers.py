@@ -9,7 +9,6 @@ import hashlib
 import io
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,7 +75,7 @@ def train(path: Path, **options: object) -> Path:
     return path
 
 
-def test_the_content_decides_and_the_name_does_not(tmp_path: Path) -> None:
+def test_the_content_decides_and_the_name_does_not(tmp_path):
     sizes = {}
     for source in (
         BUNDLED_TOKENIZER,
@@ -98,9 +97,7 @@ def test_the_content_decides_and_the_name_does_not(tmp_path: Path) -> None:
     }
 
 
-def test_of_a_folder_the_json_is_read_before_the_model(
-    tmp_path: Path, logged: Callable[[], str]
-) -> None:
+def test_of_a_folder_the_json_is_read_before_the_model(tmp_path, logged):
     shutil.copy(BUNDLED_TOKENIZER, tmp_path / "llama.tiktoken")
     with pytest.raises(DataError, match="holds no tokenizer.json or .* give the file itself$"):
         load_tokenizer(str(tmp_path))
@@ -134,18 +131,14 @@ _LINES = BUNDLED_TOKENIZER.read_bytes().splitlines(keepends=True)
         ),
     ],
 )
-def test_other_and_damaged_files_are_refused(
-    tmp_path: Path, content: bytes | None, words: str
-) -> None:
+def test_other_and_damaged_files_are_refused(tmp_path, content, words):
     path = tmp_path / "tokenizer.model"
     if content is not None:
         path.write_bytes(content)
     assert re.search(words, refused(path))
 
 
-def test_an_id_of_the_hub_and_a_url_are_refused_with_the_other_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_id_of_the_hub_and_a_url_are_refused_with_the_other_way(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "assets").mkdir()
     name = "meta-llama/Llama-3.1-8B"
@@ -168,9 +161,7 @@ def test_an_id_of_the_hub_and_a_url_are_refused_with_the_other_way(
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("tokenizer", [TIKTOKEN, SENTENCEPIECE])
-def test_text_comes_back_and_never_becomes_a_special_token(
-    tokenizer: TiktokenTokenizer, text: str
-) -> None:
+def test_text_comes_back_and_never_becomes_a_special_token(tokenizer, text):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert not set(tokenizer.special_tokens.values()) & set(ids)
@@ -185,7 +176,7 @@ def test_text_comes_back_and_never_becomes_a_special_token(
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("tokenizer", [TIKTOKEN, SENTENCEPIECE])
-def test_odd_texts_and_foreign_ids(tokenizer: TiktokenTokenizer) -> None:
+def test_odd_texts_and_foreign_ids(tokenizer):
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a�b"
     for text in ("a" * 500_000, " " * 200_000, "é" * 50_000, "x\n" * 100_000):
         ids = tokenizer.encode(text)
@@ -200,7 +191,7 @@ def test_odd_texts_and_foreign_ids(tokenizer: TiktokenTokenizer) -> None:
     )
 
 
-def test_fingerprints_follow_the_ids(tmp_path: Path) -> None:
+def test_fingerprints_follow_the_ids(tmp_path):
     by_rank = sorted(RANKS, key=lambda token: RANKS[token])
     swapped = {token: i for i, token in enumerate([*by_rank[:-2], by_rank[-1], by_rank[-2]])}
     assert TiktokenTokenizer(RANKS).fingerprint == TIKTOKEN.fingerprint
@@ -211,7 +202,7 @@ def test_fingerprints_follow_the_ids(tmp_path: Path) -> None:
     assert len({tokenizer.fingerprint for tokenizer in others}) == 6
 
 
-def test_special_tokens_have_llama3_ids() -> None:
+def test_special_tokens_have_llama3_ids():
     """They follow the 128,000 ranks of Meta's file."""
     names = ["begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_3"]
     names += [
@@ -228,7 +219,7 @@ def test_special_tokens_have_llama3_ids() -> None:
     assert TIKTOKEN.vocab_size == 2304
 
 
-def test_ids_are_those_of_the_library() -> None:
+def test_ids_are_those_of_the_library():
     assert SENTENCEPIECE.special_tokens == {"<s>": 1, "</s>": 2}
     # Llama 2's first 259 ids: unknown, BOS, EOS, then the bytes.
     pieces = [LIBRARY.id_to_piece(i) for i in range(259)]
@@ -239,7 +230,7 @@ def test_ids_are_those_of_the_library() -> None:
         )
 
 
-def test_a_models_own_options_are_obeyed(tmp_path: Path) -> None:
+def test_a_models_own_options_are_obeyed(tmp_path):
     """Another algorithm, normalisation, no dummy prefix, pieces of the user's, ids of BOS and EOS
     elsewhere.
     """
@@ -266,15 +257,13 @@ def test_a_models_own_options_are_obeyed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["bos", "eos"])
-def test_a_model_without_bos_or_eos(tmp_path: Path, name: str) -> None:
+def test_a_model_without_bos_or_eos(tmp_path, name):
     assert f"has no {name.upper()} piece" in refused(
         train(tmp_path / "t.model", **{f"{name}_id": -1})
     )
 
 
-def test_published_ranks_have_the_pattern_and_names_of_their_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_published_ranks_have_the_pattern_and_names_of_their_model(tmp_path, monkeypatch):
     content = BUNDLED_TOKENIZER.read_bytes() + base64.b64encode(b"I'm") + b" 2048\n"
     path = tmp_path / "tokenizer.model"
     # Other ends of lines are the same ranks.
@@ -304,10 +293,10 @@ def test_published_ranks_have_the_pattern_and_names_of_their_model(
         load_tokenizer(str(path), "llama3")
 
 
-def test_patterns_and_hashes_are_those_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patterns_and_hashes_are_those_of_the_library(monkeypatch):
     hashes = []
 
-    def load(url: str, expected_hash: str) -> dict[bytes, int]:
+    def load(url, expected_hash):
         hashes.append(expected_hash)
         return {}
 

@@ -52,9 +52,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "mode", "event", "rank"), CASES)
-def test_killed_in_a_save(
-    tmp_path: Path, straight: dict[int, Path], ranks: int, mode: str, event: str, rank: int
-) -> None:
+def test_killed_in_a_save(tmp_path, straight, ranks, mode, event, rank):
     arguments = flags(tmp_path, KEEP, f"--checkpoint.async_mode={mode}")
     codes, text = train(arguments, ranks, tmp_path / "killed", Fault("kill", event, STRUCK, rank))
     assert codes[rank] == -signal.SIGKILL, text
@@ -91,7 +89,7 @@ def test_killed_in_a_save(
 
 
 @pytest.mark.soak
-def test_runs_that_are_killed_end_as_if_they_were_not(tmp_path: Path) -> None:
+def test_runs_that_are_killed_end_as_if_they_were_not(tmp_path):
     """Copies in the background too, an object store, and local saves with copies; foreground and
     background are the crash sweep's.
     """

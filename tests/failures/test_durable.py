@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from tests.support.checkpoints import RUN, train
-from tests.support.pool import Pools
 from titanlite.dist.dist_env import DistEnv
 
 
@@ -40,9 +38,7 @@ def _synced(world: DistEnv, folder: str) -> dict[str, int]:
     return found
 
 
-def test_every_file_is_synced_whole_and_before_the_manifest_gets_its_name(
-    pool: Pools, tmp_path: Path
-) -> None:
+def test_every_file_is_synced_whole_and_before_the_manifest_gets_its_name(pool, tmp_path):
     first, second = pool(2).run(_synced, str(tmp_path / "saves"))
     folder = tmp_path / "saves" / "step-1"
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}

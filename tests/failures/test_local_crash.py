@@ -64,9 +64,7 @@ def _resumed(text: str) -> int:
         ("async", "local prune", 0),
     ],
 )
-def test_killed_in_a_local_save(
-    tmp_path: Path, straight: Path, mode: str, event: str, rank: int
-) -> None:
+def test_killed_in_a_local_save(tmp_path, straight, mode, event, rank):
     # The next save waits for this one. Step 8 has a shared save, which does not.
     struck = 6
     arguments = _arguments(tmp_path, f"--checkpoint.async_mode={mode}")
@@ -89,9 +87,7 @@ def test_killed_in_a_local_save(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("event", ["shard half", "published"])
-def test_killed_in_a_shared_save_beside_local_ones(
-    tmp_path: Path, straight: Path, event: str
-) -> None:
+def test_killed_in_a_shared_save_beside_local_ones(tmp_path, straight, event):
     arguments = _arguments(tmp_path)
     codes, text = train(arguments, RANKS, tmp_path / "killed", Fault("kill", event, SHARED))
     assert codes[0] == -signal.SIGKILL, text
@@ -105,7 +101,7 @@ def test_killed_in_a_shared_save_beside_local_ones(
 
 
 @pytest.mark.slow
-def test_a_kill_and_a_lost_node_cost_one_local_interval(tmp_path: Path, straight: Path) -> None:
+def test_a_kill_and_a_lost_node_cost_one_local_interval(tmp_path, straight):
     arguments = _arguments(tmp_path)
     train(arguments, RANKS, tmp_path / "killed", Fault("kill", "step", 8, 1))
     shutil.rmtree(tmp_path / "node-1")

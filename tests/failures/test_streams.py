@@ -46,8 +46,8 @@ def hub(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 @pytest.mark.slow
 def test_a_hub_with_faults_gives_the_run_that_local_files_give(
-    hub: HubServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    hub, repository, tmp_path, monkeypatch
+):
     local = tmp_path / "local"
     remote = tmp_path / "remote"
     text = f"--training.dataset_path={repository / 'datasets/me/small'}"
@@ -70,9 +70,7 @@ def test_a_hub_with_faults_gives_the_run_that_local_files_give(
 
 
 @pytest.mark.slow
-def test_a_killed_stream_resumes_exactly_and_on_other_ranks(
-    repository: Path, tmp_path: Path
-) -> None:
+def test_a_killed_stream_resumes_exactly_and_on_other_ranks(repository, tmp_path):
     straight = tmp_path / "straight"
     killed = tmp_path / "killed"
     text = f"--training.dataset_path={repository / 'datasets/me/small'}"
@@ -96,9 +94,7 @@ def test_a_killed_stream_resumes_exactly_and_on_other_ranks(
 
 
 @pytest.mark.slow
-def test_a_source_that_is_lost_ends_the_run_with_a_checkpoint_and_its_name(
-    hub: HubServer, tmp_path: Path
-) -> None:
+def test_a_source_that_is_lost_ends_the_run_with_a_checkpoint_and_its_name(hub, tmp_path):
     long = ["--training.steps=2000", "--checkpoint.interval=1000", "--data.retry_seconds=1"]
     long += [f"--training.dataset_path={hub.url}/datasets/me/small/"]
     hub.fail("*.jsonl.gz", after=40, times=None, status=503)
@@ -113,9 +109,7 @@ def test_a_source_that_is_lost_ends_the_run_with_a_checkpoint_and_its_name(
 
 
 @pytest.mark.slow
-def test_a_hub_that_is_not_there_ends_all_ranks_with_the_way_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_is_not_there_ends_all_ranks_with_the_way_out(tmp_path, monkeypatch):
     address = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("HF_ENDPOINT", address)
     words = flags(tmp_path, *STREAM, "--training.dataset=me/small")

@@ -29,14 +29,14 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_batch_that_three_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
+def test_a_batch_that_three_ranks_cannot_share_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="one of 1, 2, 4 data-parallel ranks"):
         check_config(flags(tmp_path), 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "rank"), [("disabled", 1), ("async", 0)])
-def test_no_space_in_a_save(tmp_path: Path, straight: Path, mode: str, rank: int) -> None:
+def test_no_space_in_a_save(tmp_path, straight, mode, rank):
     """No file may grow beyond 64 KiB while step 4 is saved."""
     more = [f"--checkpoint.async_mode={mode}"]
     codes, text = train(
@@ -55,7 +55,7 @@ def test_no_space_in_a_save(tmp_path: Path, straight: Path, mode: str, rank: int
 
 
 @pytest.mark.slow
-def test_no_space_in_the_last_save_is_no_success(tmp_path: Path, straight: Path) -> None:
+def test_no_space_in_the_last_save_is_no_success(tmp_path, straight):
     more = ["--checkpoint.async_mode=async"]
     codes, text = train(
         flags(tmp_path, *more), 2, tmp_path / "console", Fault("full", "save", STEPS, 1)
@@ -84,9 +84,7 @@ FEATURES = [
 
 @pytest.mark.soak
 @pytest.mark.parametrize("first", ["on", "off"])
-def test_saved_with_features_on_and_loaded_with_them_off_and_the_reverse(
-    tmp_path: Path, first: str
-) -> None:
+def test_saved_with_features_on_and_loaded_with_them_off_and_the_reverse(tmp_path, first):
     """One step at a learning rate of zero after the load: its checkpoint holds the weights that
     were loaded.
     """
@@ -109,9 +107,7 @@ def test_saved_with_features_on_and_loaded_with_them_off_and_the_reverse(
 
 
 @pytest.mark.slow
-def test_a_rank_out_of_memory_says_what_to_change_and_the_run_resumes(
-    tmp_path: Path, straight: Path
-) -> None:
+def test_a_rank_out_of_memory_says_what_to_change_and_the_run_resumes(tmp_path, straight):
     more = ["--checkpoint.async_mode=async"]
     codes, text = train(
         flags(tmp_path, *more), 2, tmp_path / "console", Fault("memory", "step", 6, 1)
@@ -133,9 +129,7 @@ def test_a_rank_out_of_memory_says_what_to_change_and_the_run_resumes(
 
 
 @pytest.mark.slow
-def test_a_rank_out_of_memory_before_the_first_step_reports_it_in_spite_of_sigterm(
-    tmp_path: Path,
-) -> None:
+def test_a_rank_out_of_memory_before_the_first_step_reports_it_in_spite_of_sigterm(tmp_path):
     """As torchrun sends it when the first of the other ranks has ended."""
     fault = Fault("memory", "build", rank=1)
     with local_ranks.Ranks(flags(tmp_path), 2, tmp_path / "console", fault) as ranks:

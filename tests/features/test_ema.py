@@ -78,9 +78,7 @@ def _validations(found: dict[str, Any]) -> dict[int, float]:
     }
 
 
-def test_each_good_step_moves_it_and_training_does_not_notice(
-    pool: Pools, tmp_path: Path, straight: tuple[Path, dict[str, Any]]
-) -> None:
+def test_each_good_step_moves_it_and_training_does_not_notice(pool, tmp_path, straight):
     root, found = straight
     expected = found["seen"][0].clone()
     for step, weights in enumerate(found["seen"][1:], start=1):
@@ -96,9 +94,7 @@ def test_each_good_step_moves_it_and_training_does_not_notice(
 
 
 @pytest.mark.slow
-def test_the_last_save_has_the_weights_that_were_validated(
-    pool: Pools, tmp_path: Path, straight: tuple[Path, dict[str, Any]]
-) -> None:
+def test_the_last_save_has_the_weights_that_were_validated(pool, tmp_path, straight):
     flags = [
         *EMA,
         *VALIDATE,
@@ -126,18 +122,13 @@ def test_the_last_save_has_the_weights_that_were_validated(
     )
 
 
-def test_commands_take_the_average(
-    pool: Pools,
-    straight: tuple[Path, dict[str, Any]],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
+def test_commands_take_the_average(pool, straight, capsys, tmp_path):
     root, found = straight
     ours = pool(2).run(evaluate_run, root)[0].all.loss
     assert ours == _validations(found)[6]
     assert pool(2).run(evaluate_run, root, "--no-validation.ema")[0].all.loss < ours - 1e-3
 
-    def logits(ema: bool) -> torch.Tensor:
+    def logits(ema):
         model = load_model(_arguments(root, ema)).model
         return model(torch.arange(8)[None])
 
@@ -163,8 +154,8 @@ def _arguments(path: Path, ema: bool) -> argparse.Namespace:
 
 @pytest.mark.slow
 def test_it_resumes_exactly_and_on_other_ranks_and_begins_or_ends_when_asked(
-    pool: Pools, tmp_path: Path, straight: tuple[Path, dict[str, Any]]
-) -> None:
+    pool, tmp_path, straight
+):
     flags = [*EMA, "--no-validation.enable"]
     folder = tmp_path / "run"
     root = tmp_path / "run" / "checkpoint"

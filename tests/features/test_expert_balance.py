@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,9 +112,7 @@ FULL = "--activation_checkpoint.mode=full"
         pytest.param(4, [CP, TP], marks=pytest.mark.slow),
     ],
 )
-def test_equal_however_the_work_is_divided(
-    pool: Pools, alone: dict[str, Any], tmp_path: Path, ranks: int, flags: list[str]
-) -> None:
+def test_equal_however_the_work_is_divided(pool, alone, tmp_path, ranks, flags):
     results = pool(ranks).run(_train, str(tmp_path), 0, *flags)
     for step, expected in enumerate(alone["steps"]):
         found: dict[str, Tensor] = {}
@@ -128,7 +125,7 @@ def test_equal_however_the_work_is_divided(
 
 
 @pytest.mark.slow
-def test_a_step_that_the_guard_holds_back_moves_no_bias(pool: Pools, tmp_path: Path) -> None:
+def test_a_step_that_the_guard_holds_back_moves_no_bias(pool, tmp_path):
     found = pool(1).run(_train, str(tmp_path), 2, "--guard.policy=skip")[0]
     first, second, third, _ = found["steps"]
     assert_equal(first, second)
@@ -136,9 +133,7 @@ def test_a_step_that_the_guard_holds_back_moves_no_bias(pool: Pools, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_to_the_last_bit(
-    pool: Pools, alone: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_resumed_run_goes_on_to_the_last_bit(pool, alone, tmp_path):
     save = [str(tmp_path), 0, "--checkpoint.enable_checkpoint"]
     first = pool(1).run(_train, *save, "--training.steps=2")[0]
     resumed = pool(1).run(_train, *save)[0]
@@ -172,9 +167,7 @@ def _uneven(world: DistEnv, folder: str, *flags: str) -> list[dict[str, Any]]:
     return [row for row in written_rows(world, folder) if "loss" in row][-5:]
 
 
-def test_each_way_evens_out_an_uneven_load_and_nothing_else_does(
-    pool: Pools, tmp_path: Path
-) -> None:
+def test_each_way_evens_out_an_uneven_load_and_nothing_else_does(pool, tmp_path):
     """The largest of 8 shares, of which a token has two: 0.125 is even, and 0.5 is all tokens."""
     shares, losses = {}, {}
     for way in ("aux_loss=0", "aux_loss=0.5", "bias_update=0.02"):
@@ -222,7 +215,7 @@ def _update(world: DistEnv) -> tuple[Any, Any, dict[str, Tensor]]:
     return operations.sent, calls.reads, biases_of(model)
 
 
-def test_an_update_has_one_collective_and_no_read_of_the_host(pool: Pools) -> None:
+def test_an_update_has_one_collective_and_no_read_of_the_host(pool):
     sent, reads, biases = pool(2).run(_update)[0]
     assert sent == {("allreduce_", "torch.int64"): 1}
     assert not reads

@@ -54,13 +54,13 @@ HOOKS = [
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("names", ON)
-def test_a_config_check_imports_the_features_that_are_on_and_no_torch(names: str) -> None:
+def test_a_config_check_imports_the_features_that_are_on_and_no_torch(names):
     done = python("-c", LOADED, *ON[names])
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [*names.split(), "False"]
 
 
-def test_a_seed_checkpoint_is_made_by_one_process_whatever_the_degrees() -> None:
+def test_a_seed_checkpoint_is_made_by_one_process_whatever_the_degrees():
     flags = [
         "--checkpoint.create_seed_checkpoint",
         "--checkpoint.enable_checkpoint",
@@ -73,7 +73,7 @@ def test_a_seed_checkpoint_is_made_by_one_process_whatever_the_degrees() -> None
     assert features_of(load_config("debug_model.toml", 1, flags)).on == []
 
 
-def test_neither_the_plan_nor_the_recipe_of_a_model_names_a_feature() -> None:
+def test_neither_the_plan_nor_the_recipe_of_a_model_names_a_feature():
     """Features change them by their hooks."""
     named = "|".join({entry.name for entry in FEATURES})
     pattern = re.compile(rf"\bfeatures\.({named})\b|titanlite\.features|\bmoe_layers_of\b")
@@ -81,7 +81,7 @@ def test_neither_the_plan_nor_the_recipe_of_a_model_names_a_feature() -> None:
         assert not pattern.search(path.read_text()), path.name
 
 
-def test_there_are_at_most_twelve_hooks_and_two_features_or_more_have_each() -> None:
+def test_there_are_at_most_twelve_hooks_and_two_features_or_more_have_each():
     classes = [pkgutil.resolve_name(entry.place) for entry in FEATURES]
     users = {name: sum(name in vars(cls) for cls in classes) for name in HOOKS}
     assert len(users) <= 12

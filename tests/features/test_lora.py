@@ -25,6 +25,7 @@ from tests.support.adapters import (
 )
 from tests.support.commands import evaluate_run
 from tests.support.compare import relative
+from tests.support.harness import equal_states
 from tests.support.hf import TOML
 from tests.support.hf_compare import sizes_of
 from tests.support.pool import Pools
@@ -79,9 +80,7 @@ def of_peft(
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_those_of_peft(
-    pool: Pools, tmp_path: Path, base: Path, adapters: Path, of_peft: Any, way: str
-) -> None:
+def test_gradients_are_those_of_peft(pool, tmp_path, base, adapters, of_peft, way):
     """Gradients, loss and what changes."""
     expected, loss = of_peft
     ranks, more = WAYS[way]
@@ -100,7 +99,7 @@ def test_gradients_are_those_of_peft(
 
 
 @pytest.mark.slow
-def test_a_new_adapter_changes_no_bit(pool: Pools, tmp_path: Path, base: Path) -> None:
+def test_a_new_adapter_changes_no_bit(pool, tmp_path, base):
     flags = run_flags(base, "--training.steps=4")
     found = pool(2).run(train_seen, str(tmp_path / "a"), *flags)[0]
     whole = pool(2).run(train_seen, str(tmp_path / "b"), *flags, "--lora.rank=0")[0]
@@ -120,7 +119,7 @@ RESUMED = ["--training.steps=6", "--lora.dropout=0.2", "--checkpoint.interval=3"
 
 
 @pytest.mark.slow
-def test_a_resume_is_exact(pool: Pools, tmp_path: Path, base: Path) -> None:
+def test_a_resume_is_exact(pool, tmp_path, base):
     flags = run_flags(base, *RESUMED, "--activation_checkpoint.mode=full")
     straight = pool(2).run(train_seen, str(tmp_path / "a"), *flags)[0]
     pool(2).run(train_seen, str(tmp_path / "b"), *flags, "--training.steps=3")
@@ -131,7 +130,7 @@ def test_a_resume_is_exact(pool: Pools, tmp_path: Path, base: Path) -> None:
         assert torch.equal(tensor, resumed["end"][name]), name
 
 
-def test_a_checkpoint_holds_adapters_alone(pool: Pools, tmp_path: Path, base: Path) -> None:
+def test_a_checkpoint_holds_adapters_alone(pool, tmp_path, base):
     found = pool(2).run(train_seen, str(tmp_path), *run_flags(base, "--training.steps=2"))[0]
     folder = tmp_path / "checkpoint" / "step-2"
     manifest = read_manifest(folder)
@@ -148,7 +147,7 @@ def test_a_checkpoint_holds_adapters_alone(pool: Pools, tmp_path: Path, base: Pa
 
 
 @pytest.mark.slow
-def test_another_base_is_refused(pool: Pools, tmp_path: Path, base: Path) -> None:
+def test_another_base_is_refused(pool, tmp_path, base):
     flags = run_flags(base, "--training.steps=2")
     pool(1).run(train_seen, str(tmp_path / "run"), *flags)
     other = tmp_path / "other"
@@ -179,9 +178,7 @@ def trained(pool: Pools, tmp_path_factory: pytest.TempPathFactory, base: Path) -
     return folder
 
 
-def test_an_export_is_the_base_with_what_adapters_add(
-    tmp_path: Path, base: Path, trained: Path
-) -> None:
+def test_an_export_is_the_base_with_what_adapters_add(tmp_path, base, trained):
     convert(trained, tmp_path / "hf", "hf")
     contents = Contents(trained / "checkpoint" / "step-3")
     merged = load_file(tmp_path / "hf" / "model.safetensors")
@@ -202,7 +199,7 @@ def test_an_export_is_the_base_with_what_adapters_add(
     assert not torch.equal(averaged[one], merged[one])
 
 
-def test_adapters_of_peft_are_sources_too(tmp_path: Path, base: Path, adapters: Path) -> None:
+def test_adapters_of_peft_are_sources_too(tmp_path, base, adapters):
     convert(adapters, tmp_path / "hf", "hf", base=base)
     found = load_file(tmp_path / "hf" / "model.safetensors")
     for name, tensor in merged_weights(base).items():
@@ -212,11 +209,12 @@ def test_adapters_of_peft_are_sources_too(tmp_path: Path, base: Path, adapters: 
 
 
 def equal_files(one: Path, other: Path) -> bool:
-    a, b = (load_file(folder / "adapter_model.safetensors") for folder in (one, other))
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    return equal_states(
+        *(load_file(folder / "adapter_model.safetensors") for folder in (one, other))
+    )
 
 
-def test_the_base_must_be_the_right_one(tmp_path: Path, base: Path, trained: Path) -> None:
+def test_the_base_must_be_the_right_one(tmp_path, base, trained):
     with pytest.raises(CheckpointError, match="give --base PATH|name them with --base PATH"):
         moved = tmp_path / "peft"
         convert(trained, moved, "peft")
@@ -245,9 +243,7 @@ def test_the_base_must_be_the_right_one(tmp_path: Path, base: Path, trained: Pat
         ("lora_alpha", None, "lora_alpha"),
     ],
 )
-def test_other_kinds_of_adapters_are_refused(
-    tmp_path: Path, base: Path, adapters: Path, entry: str, value: Any, shown: str
-) -> None:
+def test_other_kinds_of_adapters_are_refused(tmp_path, base, adapters, entry, value, shown):
     folder = tmp_path / "peft"
     shutil.copytree(adapters, folder)
     file = folder / "adapter_config.json"
@@ -258,9 +254,7 @@ def test_other_kinds_of_adapters_are_refused(
 
 
 @pytest.mark.slow
-def test_a_run_takes_only_its_own_kind_of_adapters(
-    pool: Pools, tmp_path: Path, base: Path, adapters: Path, trained: Path
-) -> None:
+def test_a_run_takes_only_its_own_kind_of_adapters(pool, tmp_path, base, adapters, trained):
     flags = [*run_flags(base, "--training.steps=1"), f"--lora.adapter={adapters}"]
     found = pool(1).run(train_seen, str(tmp_path / "a"), *flags, "--lora.alpha=7")[0]
     assert "alpha: 6.0 there, 7.0 here" in found["error"], found["error"]
@@ -287,7 +281,7 @@ def _sent(world: DistEnv, folder: str, *flags: str) -> list[Sent]:
 
 
 @pytest.mark.slow
-def test_adapters_alone_are_reduced(pool: Pools, tmp_path: Path, base: Path) -> None:
+def test_adapters_alone_are_reduced(pool, tmp_path, base):
     flags = run_flags(base, "--training.steps=1", "--no-checkpoint.verify_saves")
     found = pool(2).run(_sent, str(tmp_path), *flags)[0]
     linears = {(64, 64): 2, (64, 32): 2, (64, 256): 3}
@@ -297,7 +291,7 @@ def test_adapters_alone_are_reduced(pool: Pools, tmp_path: Path, base: Path) -> 
 
 
 @pytest.mark.slow
-def test_documents_and_averages(pool: Pools, tmp_path: Path, base: Path) -> None:
+def test_documents_and_averages(pool, tmp_path, base):
     flags = run_flags(
         base,
         "--training.steps=4",
@@ -325,9 +319,7 @@ def test_documents_and_averages(pool: Pools, tmp_path: Path, base: Path) -> None
     assert last.weights_only and last.tensors.keys() == {f"model.{n}" for n in found["adapters"]}
 
 
-def test_commands_take_adapters(
-    tmp_path: Path, base: Path, trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_take_adapters(tmp_path, base, trained, capsys):
     sample = ["sample", str(trained), "Once upon", "--temperature=0", "--max-tokens=4"]
     code, out = run_command([*sample, "--json"], capsys)
     assert code == 0 and json.loads(out)
@@ -358,7 +350,7 @@ SHARED = ["--parallelism.expert_parallel_degree=2", "--training.batch_size=2"]
 
 
 @pytest.mark.slow
-def test_experts_that_ranks_share(pool: Pools, tmp_path: Path) -> None:
+def test_experts_that_ranks_share(pool, tmp_path):
     model = ["--model.name=mixtral", "--checkpoint.enable_checkpoint", *MIXTRAL]
     model += ["--no-validation.enable", "--training.max_norm=1e9"]
     model += ["--training.batch_size=4", "--training.global_batch_size=4"]
@@ -412,9 +404,7 @@ def plain_name(theirs: str) -> str:
     return name
 
 
-def test_gradients_are_those_of_peft_which_computes_what_the_run_has_trained(
-    pool: Pools, tmp_path: Path
-) -> None:
+def test_gradients_are_those_of_peft_which_computes_what_the_run_has_trained(pool, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.support.pool import Pools
 from titanlite.cli.plan.memory_trace import trace
 from titanlite.config.errors import ConfigError
 from titanlite.dist.dist_env import DistEnv
@@ -47,7 +46,7 @@ def read(*flags: str, config: str = "llama3_1_8b", ranks: int = 8) -> RunConfig:
         (["--float8.enable_float8_linear"], "frozen weights are in training.mixed_precision"),
     ],
 )
-def test_what_does_not_fit_is_refused(flags: list[str], shown: str) -> None:
+def test_what_does_not_fit_is_refused(flags, shown):
     with pytest.raises(ConfigError) as refused:
         read(*flags)
     assert shown in str(refused.value)
@@ -62,18 +61,18 @@ def test_what_does_not_fit_is_refused(flags: list[str], shown: str) -> None:
         (["attention.wq", "mlp.down_proj"], 2),
     ],
 )
-def test_targets_are_ends_of_names(targets: list[str], kinds: int) -> None:
+def test_targets_are_ends_of_names(targets, kinds):
     run = read(f"--lora.targets={targets}".replace("'", '"'))
     found = adapters_of(run.lora, run.spec, run.model_args())
     assert len(found.kinds) == kinds and len(found.sizes) == 32 * kinds
 
 
-def test_scales() -> None:
+def test_scales():
     assert Adapters(16, 32.0).scale == 2.0
     assert Adapters(16, 32.0, rslora=True).scale == 8.0
 
 
-def test_experts_and_routers_stay() -> None:
+def test_experts_and_routers_stay():
     run = read(config="mixtral_8x7b", ranks=16)
     assert adapters_of(run.lora, run.spec, run.model_args()).kinds == [
         f"attention.{name}" for name in ("wq", "wk", "wv", "wo")
@@ -94,19 +93,19 @@ SMALL = ("--model.overrides.n_layers=3", "--training.loss_chunks=8")
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
-def test_planned_memory_is_that_of_the_trace(ranks: int, flags: list[str]) -> None:
+def test_planned_memory_is_that_of_the_trace(ranks, flags):
     run = read(*SMALL, *flags, ranks=ranks)
     planned = estimate(run, 0).peak
     traced = trace(run, 0).peak
     assert planned.total == pytest.approx(traced.total, rel=0.002)
 
 
-def test_planned_memory_of_experts_is_that_of_the_trace() -> None:
+def test_planned_memory_of_experts_is_that_of_the_trace():
     run = read("--model.overrides.n_layers=3", NO_AC, config="mixtral_8x7b")
     assert estimate(run, 0).peak.total == pytest.approx(trace(run, 0).peak.total, rel=0.005)
 
 
-def test_what_freezing_saves() -> None:
+def test_what_freezing_saves():
     runs = read(), read("--lora.rank=0")
     frozen, whole = (make_plan(run, cluster_of(run, gpu="h100-80g")) for run in runs)
     trained = 41_943_040  # of 8.03 billion
@@ -151,7 +150,7 @@ def _shared_digests(world: DistEnv) -> dict[str, str]:
     return found
 
 
-def test_hashes_do_not_depend_on_ranks(pool: Pools) -> None:
+def test_hashes_do_not_depend_on_ranks(pool):
     one = pool(1).run(_shared_digests)[0]
     two = pool(2).run(_shared_digests)
     assert two[0] == two[1] == one

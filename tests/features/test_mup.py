@@ -75,7 +75,7 @@ LLAMA = {
 }
 
 
-def test_each_weight_of_a_llama_has_what_the_paper_says() -> None:
+def test_each_weight_of_a_llama_has_what_the_paper_says():
     rules = rules_of("llama3", 64, ffn_dim=1024)
     assert rules.base.ffn_dim == 256 and rules.base.n_heads == 4
     assert table(rules) == LLAMA
@@ -83,7 +83,7 @@ def test_each_weight_of_a_llama_has_what_the_paper_says() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_parameter_of_every_family_has_a_rule(family: str, tied: bool) -> None:
+def test_every_parameter_of_every_family_has_a_rule(family, tied):
     rules = rules_of(family, args_of(family).dim // 2, tied=tied)
     model = SPECS[family].build_on_meta(rules.args)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -95,7 +95,7 @@ def test_every_parameter_of_every_family_has_a_rule(family: str, tied: bool) -> 
         rules.init(name)
 
 
-def test_experts_are_hidden_matrices_and_routers_outputs() -> None:
+def test_experts_are_hidden_matrices_and_routers_outputs():
     found = table(rules_of("mixtral", 64))
     for name in ("w1", "w2", "w3"):
         assert found[f"feed_forward.experts.{name}"][:2] == pytest.approx(HIDDEN[:2], rel=0.05)
@@ -106,7 +106,7 @@ def test_experts_are_hidden_matrices_and_routers_outputs() -> None:
     assert biased["feed_forward.experts.down_bias"] == VECTOR
 
 
-def test_latents_of_one_width_make_outputs_and_inputs() -> None:
+def test_latents_of_one_width_make_outputs_and_inputs():
     scaled = table(rules_of("deepseek_v3", 64))
     assert scaled["attention.wkv_a.weight"] == scaled["attention.wkv_b.weight"] == HIDDEN
     fixed = table(rules_of("deepseek_v3", 64, {"kv_lora_rank": 512}))
@@ -114,14 +114,14 @@ def test_latents_of_one_width_make_outputs_and_inputs() -> None:
     assert fixed["attention.wkv_b.weight"] == (1.0, 1.0, 0.25)
 
 
-def test_rates_of_muon_keep_the_spectral_norm_in_proportion() -> None:
+def test_rates_of_muon_keep_the_spectral_norm_in_proportion():
     """Its update has the norm rate * 0.2 * sqrt(max(in, out)); wanted is that of sqrt(out / in)."""
     rules = rules_of("mixtral", 64, {"ffn_dim": 256}, ffn_dim=512, n_kv_heads=4)
     for name in rules.names():
         if not name.startswith("layers.1.") or name.endswith("norm.weight"):
             continue
 
-        def norm(one: Rules, rate: float, name: str = name) -> float:
+        def norm(one, rate, name=name):
             size = one.size(name)
             ideal = math.sqrt(size.out_features / size.in_features)
             return rate * math.sqrt(max(size.in_features, size.out_features)) / ideal
@@ -249,7 +249,7 @@ def changes(one: Multiplied, model: nn.Module, start: nn.Module, held: bool) -> 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_is_that_of_a_model_with_explicit_multipliers(name: str, optimizer: str) -> None:
+def test_a_run_is_that_of_a_model_with_explicit_multipliers(name, optimizer):
     one = CASES[name]
     blocks = one.rules.spec.block_names(one.rules.args)
     # Decay draws a gain of 1 + weight to 1, and is refused there.
@@ -258,18 +258,18 @@ def test_a_run_is_that_of_a_model_with_explicit_multipliers(name: str, optimizer
     settings = Optimizer(name=optimizer, lr=3e-3, eps=1e-4, weight_decay=decay)
     plain = scales_of(one.rules)
 
-    def explicit(parameter: str, is_muon: bool) -> Scale:
+    def explicit(parameter, is_muon):
         """The scale in a model with multipliers, by the papers' tables."""
         return scale_without_multipliers(one.rules, parameter, is_muon)
 
-    def run(make: Callable[[], Any], scales: Any, held: bool) -> torch.Tensor:
+    def run(make, scales, held):
         model = make()
         parameters = dict(model.named_parameters())
         built = build_optimizer(parameters, settings, torch.device("cpu"), blocks, scales)
         trained(model, built)
         return changes(one, model, make(), held)
 
-    def multiplied() -> Any:
+    def multiplied():
         return with_multipliers(one)
 
     theirs = run(multiplied, explicit, held=False)
@@ -284,7 +284,7 @@ def test_a_run_is_that_of_a_model_with_explicit_multipliers(name: str, optimizer
 # The optimizer
 
 
-def test_groups_and_schedules_keep_the_factors() -> None:
+def test_groups_and_schedules_keep_the_factors():
     rules = rules_of("llama3", 64, ffn_dim=1024, n_layers=2)
     parameters = dict(rules.spec.build_on_meta(rules.args).named_parameters())
     group = OptimizerGroup(pattern=r"\.wo\.", lr=1e-3, weight_decay=0.5)
@@ -312,7 +312,7 @@ def _first_weights(world: DistEnv, folder: str) -> dict[str, float]:
     return {name: full(one).std().item() for name, one in trainer.parts.model.named_parameters()}
 
 
-def test_a_builder_draws_scaled_weights(pool: Pools, tmp_path: Path) -> None:
+def test_a_builder_draws_scaled_weights(pool, tmp_path):
     found = pool(1).run(_first_weights, str(tmp_path))[0]
     assert found["layers.0.attention.wk.weight"] == pytest.approx(0.0197 * HALF, rel=0.05)
     # Heads are twice as wide, too.
@@ -335,7 +335,7 @@ def losses(pool: Pools, folder: Path, ranks: int, *flags: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_ranks_that_share_the_work_lose_what_one_rank_loses(pool: Pools, tmp_path: Path) -> None:
+def test_ranks_that_share_the_work_lose_what_one_rank_loses(pool, tmp_path):
     alone = losses(pool, tmp_path, 1, *MUP)
     without = losses(pool, tmp_path, 1, *SIX)
     assert max(abs(a - b) for a, b in zip(alone, without, strict=True)) > 1e-2
@@ -375,28 +375,28 @@ DEBUG = "--job.config_file=train_configs/debug_model.toml"
         (["--mup.base_dim=64", "--model.name=gemma3"], "optimizer.no_decay_on_norms = true"),
     ],
 )
-def test_what_does_not_fit_is_refused(flags: list[str], shown: str) -> None:
+def test_what_does_not_fit_is_refused(flags, shown):
     problem = refusal([DEBUG, *flags])
     assert shown in f"{problem.message} {problem.remedy}"
 
 
-def test_queries_of_one_size_hold_no_multiplier() -> None:
+def test_queries_of_one_size_hold_no_multiplier():
     flags = ["--model.name=llama4", "--mup.base_dim=64", "--mup.base.n_heads=16"]
     assert "unit_qk" in refusal([DEBUG, *flags]).message
     check_config([DEBUG, *flags, "--model.overrides.unit_qk=false"])
 
 
-def test_keys_of_the_base_model_alone_are_told() -> None:
+def test_keys_of_the_base_model_alone_are_told():
     run = check_config([DEBUG, "--mup.base.n_heads=4"])[1]
     assert any("mup.base" in note.text for note in run.notes)
 
 
-def test_the_start_report_names_the_base_model() -> None:
+def test_the_start_report_names_the_base_model():
     assert "dim 64: rates of AdamW times 0.25" in summary(rules_of("llama3", 64, ffn_dim=1024))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_base_model_of_the_same_width_changes_nothing(family: str) -> None:
+def test_a_base_model_of_the_same_width_changes_nothing(family):
     rules = rules_of(family, args_of(family).dim)
     assert summary(rules) == f"the base model itself, dim {rules.args.dim}"
     for name in rules.names():

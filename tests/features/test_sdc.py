@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from tests.support.harness import W2, weights_of
-from tests.support.pool import Pools
 from tests.support.tiny import EIGHT_STEPS, TWO_LAYERS
 from tests.support.whole_runs import outcome_of
 from titanlite import exit_codes
@@ -136,9 +134,7 @@ def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
         (4, [*EP, TP]),
     ],
 )
-def test_a_run_whose_steps_all_run_twice_is_the_same(
-    pool: Pools, tmp_path: Path, ranks: int, flags: list[str]
-) -> None:
+def test_a_run_whose_steps_all_run_twice_is_the_same(pool, tmp_path, ranks, flags):
     plain = pool(ranks).run(_train, str(tmp_path / "plain"), None, *flags)
     twice = pool(ranks).run(_train, str(tmp_path / "twice"), None, "--sdc.freq=1", *flags)
     assert len(plain[0]["rows"]) == 4
@@ -164,9 +160,7 @@ def test_a_run_whose_steps_all_run_twice_is_the_same(
         (4, [TP], Flip("weight", 1), [0, 1]),
     ],
 )
-def test_a_flipped_bit_is_found_and_named(
-    pool: Pools, tmp_path: Path, ranks: int, flags: list[str], flip: Flip, named: list[int]
-) -> None:
+def test_a_flipped_bit_is_found_and_named(pool, tmp_path, ranks, flags, flip, named):
     found = pool(ranks).run(_train, str(tmp_path), flip, "--sdc.freq=3", *flags)
     assert {one["error"] for one in found} == {found[0]["error"]}
     assert found[0]["code"] == exit_codes.CORRUPTION
@@ -180,7 +174,7 @@ def test_a_flipped_bit_is_found_and_named(
     assert (event["kind"], event["ranks"], event["action"]) == ("corruption", named, "stop")
 
 
-def test_a_run_goes_back_or_is_resumed_with_the_same_weights(pool: Pools, tmp_path: Path) -> None:
+def test_a_run_goes_back_or_is_resumed_with_the_same_weights(pool, tmp_path):
     """The text of a step that was computed wrong is not skipped."""
     plain = pool(2).run(_train, str(tmp_path / "plain"), None)
     saves = ["--checkpoint.enable_checkpoint", "--checkpoint.interval=2"]
@@ -197,7 +191,7 @@ def test_a_run_goes_back_or_is_resumed_with_the_same_weights(pool: Pools, tmp_pa
         assert all(_equal(mine, other) for other in others)
 
 
-def test_a_first_step_that_differs_ends_the_run_with_advice(pool: Pools, tmp_path: Path) -> None:
+def test_a_first_step_that_differs_ends_the_run_with_advice(pool, tmp_path):
     flags = ["--guard.policy=rollback", "--checkpoint.enable_checkpoint", "--sdc.freq=100"]
     found = pool(1).run(_train, str(tmp_path), Flip("activation", 0, step=1), *flags)[0]
     assert (found["code"], found["passes"]) == (exit_codes.CORRUPTION, [1, 1])

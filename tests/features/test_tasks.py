@@ -54,9 +54,7 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_figures_are_those_of_the_command_and_of_the_harness_on_the_export(
-    pool: Pools, tmp_path: Path, tasks: Path
-) -> None:
+def test_figures_are_those_of_the_command_and_of_the_harness_on_the_export(pool, tmp_path, tasks):
     words = (str(tmp_path / "run"), flags_of(tasks))
     found = pool(1).run(quickly, with_and_without, *words)[0]
     scores = scores_of(found["rows"])
@@ -133,9 +131,7 @@ LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_figures_are_those_of_the_command_in_every_layout(
-    pool: Pools, tmp_path: Path, tasks: Path, layout: str
-) -> None:
+def test_figures_are_those_of_the_command_in_every_layout(pool, tmp_path, tasks, layout):
     mesh, ranks, flags = LAYOUTS[layout]
     words = [*SHORT, *flags_of(tasks), *flags]
     found = pool(ranks).run(quickly, train_run, str(tmp_path / "run"), *words)[0]
@@ -153,9 +149,7 @@ def test_figures_are_those_of_the_command_in_every_layout(
 
 
 @pytest.mark.slow
-def test_a_task_that_fails_is_told_and_ends_nothing(
-    pool: Pools, tmp_path: Path, tasks: Path
-) -> None:
+def test_a_task_that_fails_is_told_and_ends_nothing(pool, tmp_path, tasks):
     """Rank 0 alone runs the code that fails, after a pass of all ranks."""
     bare = pool(2).run(train_run, str(tmp_path / "bare"), *SHORT)[0]
     words = [*SHORT, *flags_of(tasks, "tiny_broken", "tiny_group")]
@@ -196,8 +190,8 @@ def whole(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 @pytest.mark.slow
 @pytest.mark.parametrize(("step", "trains"), [(4, False), (1, True)])
 def test_a_stop_leaves_the_tasks_to_the_resumed_run_which_runs_them(
-    pool: Pools, tmp_path: Path, tasks: Path, whole: dict[str, Any], step: int, trains: bool
-) -> None:
+    pool, tmp_path, tasks, whole, step, trains
+):
     flags = flags_of(tasks)
     folder = str(tmp_path / "run")
     stopped = pool(2).run(quickly, _stopped_run, folder, step, trains, *flags)[0]
@@ -217,9 +211,7 @@ def test_a_stop_leaves_the_tasks_to_the_resumed_run_which_runs_them(
 
 
 @pytest.mark.slow
-def test_tensorboard_has_the_figures_and_speed_does_not_count_them(
-    pool: Pools, tmp_path: Path, tasks: Path
-) -> None:
+def test_tensorboard_has_the_figures_and_speed_does_not_count_them(pool, tmp_path, tasks):
     flags = [*flags_of(tasks, freq=3), "--no-eval.at_end", "--metrics.enable_tensorboard"]
     found = pool(2).run(quickly, _slow_run, str(tmp_path / "run"), *flags)[0]
     (scores,) = scores_of(found["rows"]).values()
@@ -243,7 +235,7 @@ def _slow_run(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     page = (ROOT / "docs" / "evaluation.md").read_text()
     (section,) = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
@@ -274,9 +266,7 @@ def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_what_cannot_be_run_is_refused_at_the_start(
-    pool: Pools, tmp_path: Path, tasks: Path
-) -> None:
+def test_what_cannot_be_run_is_refused_at_the_start(pool, tmp_path, tasks):
     folder = str(tmp_path / "run")
     (said,) = pool(1).run(quickly, _refused, folder, flags_of(tasks, "tiny_choice", "no_such_task"))
     assert "eval.tasks: the harness has no task 'no_such_task'" in said
@@ -292,17 +282,17 @@ def test_what_cannot_be_run_is_refused_at_the_start(
     assert "eval.include_path: there is no folder" in said
 
 
-def test_a_folder_of_task_files_that_a_kept_config_names_is_code() -> None:
+def test_a_folder_of_task_files_that_a_kept_config_names_is_code():
     (claim,) = config_claims("a.toml:3", "eval.include_path", "tasks", "tasks")
     assert claim.effect.startswith("runs functions that task files below /")
 
 
 @pytest.mark.parametrize("name", ["a.json", "tasks/quiz", "quiz.yaml"])
-def test_a_file_in_place_of_a_tasks_name_is_refused_with_the_config(name: str) -> None:
+def test_a_file_in_place_of_a_tasks_name_is_refused_with_the_config(name):
     problem = refusal(["--job.config_file=debug_model.toml", f"--eval.tasks=['{name}']"])
     assert problem.key == "eval.tasks" and f"{name!r} is a file" in problem.message
 
 
-def test_keys_without_tasks_are_told() -> None:
+def test_keys_without_tasks_are_told():
     notes = idle_keys(load(["--job.config_file=debug_model.toml", "--eval.freq=3"]))
     assert any("eval.freq" in note.text for note in notes)

@@ -16,7 +16,6 @@ from tests.gpu.conftest import without_waits
 from tests.support.compare import DOCUMENTS, LABELS, TOKENS, WARM, relative
 from tests.support.harness import Run, alone, train, train_afresh
 from titanlite.config.sections import ActivationCheckpoint, Compile, Training
-from titanlite.dist.dist_env import DistEnv
 from titanlite.features.context.balanced_chunks import CPRank
 from titanlite.features.context.gathered_attention import ContextAttention
 from titanlite.models.document_attention import document_mask
@@ -92,7 +91,7 @@ def attend_in_parts(
     ("dtype", "kv_heads", "within"),
     [(torch.bfloat16, 8, 1e-2), (torch.bfloat16, 2, 1e-2), (torch.float32, 8, 1e-3)],
 )
-def test_context_kernels_know_the_mask(dtype: torch.dtype, kv_heads: int, within: float) -> None:
+def test_context_kernels_know_the_mask(dtype, kv_heads, within):
     error, seen = attend_in_parts("cuda", dtype, kv_heads, compiled=False)
     assert error < within
     assert len(seen.attention) == 2 * DEGREE
@@ -105,7 +104,7 @@ def test_context_kernels_know_the_mask(dtype: torch.dtype, kv_heads: int, within
 
 
 @pytest.mark.numbers
-def test_compiled_attention_is_the_same() -> None:
+def test_compiled_attention_is_the_same():
     error, _ = attend_in_parts("cuda", torch.bfloat16, 2, compiled=True)
     assert error < 1e-2
 
@@ -129,13 +128,8 @@ def attend(attention: SdpaAttention, doc_ids: Tensor, dtype: torch.dtype) -> lis
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("window", "documents"), [(None, True), (20, True), (100, False)])
 def test_outputs_and_gradients_equal_those_of_the_cpu(
-    world: DistEnv,
-    dtype: torch.dtype,
-    within: float,
-    compiled: bool,
-    window: int | None,
-    documents: bool,
-) -> None:
+    world, dtype, within, compiled, window, documents
+):
     many = (torch.rand(2, 1024, generator=torch.Generator().manual_seed(1)) < 0.02).cumsum(1)
     doc_ids = many if documents else torch.zeros(2, 1024, dtype=torch.int64)
     expected = attend(SdpaAttention(window), doc_ids, torch.float32)
@@ -149,7 +143,7 @@ def test_outputs_and_gradients_equal_those_of_the_cpu(
         assert relative(found, exact) < within
 
 
-def test_the_host_does_not_wait_for_the_mask(world: DistEnv) -> None:
+def test_the_host_does_not_wait_for_the_mask(world):
     doc_ids = (torch.arange(1024, device=world.device) // 100).expand(2, -1).contiguous()
     with without_waits():
         document_mask(doc_ids)
@@ -157,9 +151,7 @@ def test_the_host_does_not_wait_for_the_mask(world: DistEnv) -> None:
 
 @pytest.mark.numbers
 @pytest.mark.parametrize("compile", [None, Compile()])
-def test_losses_equal_those_of_documents_alone_to_the_rounding_of_bf16(
-    world: DistEnv, compile: Compile | None
-) -> None:
+def test_losses_equal_those_of_documents_alone_to_the_rounding_of_bf16(world, compile):
     by_operation = ActivationCheckpoint(mode="selective", selective_ac_option="op")
     masked = Run(
         TOKENS,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -57,9 +55,7 @@ FLOAT8_HARDWARE = pytest.mark.skipif(
 @FLOAT8_HARDWARE
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_float8_stays_within_the_spread_of_seeds(
-    world: DistEnv, recipe: Any, compiled: bool
-) -> None:
+def test_float8_stays_within_the_spread_of_seeds(world, recipe, compiled):
     long = replace(float8_runs.RUN, rates=RATES, compile=COMPILED if compiled else None)
     plain, *others = (train_afresh(world, replace(long, seed=seed)).losses for seed in (7, 8, 9))
     ours = train_afresh(
@@ -85,7 +81,7 @@ def peak_and_gradients(world: DistEnv, run: Run) -> tuple[int, dict[str, torch.T
 
 
 @pytest.mark.numbers
-def test_each_mode_keeps_less_and_computes_the_same(world: DistEnv) -> None:
+def test_each_mode_keeps_less_and_computes_the_same(world):
     """Peak memory over a forward and backward pass, less what was there before."""
     args = replace(
         TINY, dim=512, n_layers=8, n_heads=8, n_kv_heads=8, max_seq_len=512, multiple_of=256
@@ -108,7 +104,7 @@ def test_each_mode_keeps_less_and_computes_the_same(world: DistEnv) -> None:
 
 
 @pytest.mark.numbers
-def test_compiled_training_is_eager_training_to_rounding(world: DistEnv) -> None:
+def test_compiled_training_is_eager_training_to_rounding(world):
     """In fp32, where inductor keeps the precision of the products; equal blocks are one graph."""
     from torch._dynamo.utils import counters
 
@@ -119,9 +115,7 @@ def test_compiled_training_is_eager_training_to_rounding(world: DistEnv) -> None
     assert counters["stats"]["unique_graphs"] == 2, "a block and the loss"
 
 
-def test_snapshots_are_written_on_the_cycle_and_when_memory_runs_out(
-    tmp_path: Path, world: DistEnv
-) -> None:
+def test_snapshots_are_written_on_the_cycle_and_when_memory_runs_out(tmp_path, world):
     section = Profiling(
         enable_memory_snapshot=True, save_memory_snapshot_folder=str(tmp_path), profile_freq=2
     )
@@ -153,7 +147,7 @@ def test_snapshots_are_written_on_the_cycle_and_when_memory_runs_out(
 
 
 @pytest.mark.numbers
-def test_a_loss_in_chunks_never_has_all_logits(world: DistEnv) -> None:
+def test_a_loss_in_chunks_never_has_all_logits(world):
     vocab = 32768
     chunks = 8
     tokens, labels = batches(2, 8, 512, vocab)
@@ -173,7 +167,7 @@ def test_a_loss_in_chunks_never_has_all_logits(world: DistEnv) -> None:
 
 
 @pytest.mark.numbers
-def test_the_heads_gradient_in_chunks_is_that_of_float32(world: DistEnv) -> None:
+def test_the_heads_gradient_in_chunks_is_that_of_float32(world):
     x, weight = (
         torch.randn(rows, 32, device=world.device).mul(0.3).bfloat16() for rows in (64, 48)
     )
@@ -199,7 +193,7 @@ ROWWISE = changed(FLOAT8, recipe_name="rowwise")
     [FLOAT8, GATHERED, PRECOMPUTED, ROWWISE],
     ids=["tensorwise", "all-gather", "precomputed", "rowwise"],
 )
-def test_a_resume_in_float8_is_exact(world: DistEnv, tmp_path: Path, plan: Any) -> None:
+def test_a_resume_in_float8_is_exact(world, tmp_path, plan):
     straight, losses = resumed(
         world, replace(SAVED, training=float8_runs.RUN.training, float8=plan), str(tmp_path)
     )

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ import torch
 from tests.support.words import listening
 from titanlite.assembly.build import build
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.dist.dist_env import DistEnv
 from titanlite.exit_codes import OUT_OF_MEMORY, code_of
 from titanlite.plan.memory import estimate, with_vocabulary
 from titanlite.plan.out_of_memory import memory_report
@@ -33,9 +31,7 @@ FLAGS = [
 
 @pytest.mark.numbers
 @pytest.mark.parametrize("ac", ["none", "full"])
-def test_the_measured_peak_of_a_step_is_within_the_limit_of_its_plan(
-    world: DistEnv, tmp_path: Path, ac: str
-) -> None:
+def test_the_measured_peak_of_a_step_is_within_the_limit_of_its_plan(world, tmp_path, ac):
     more = [
         "--training.steps=3",
         "--metrics.log_freq=1",
@@ -62,9 +58,7 @@ def test_the_measured_peak_of_a_step_is_within_the_limit_of_its_plan(
     )
 
 
-def test_a_run_without_memory_reports_the_figures_of_the_allocator(
-    world: DistEnv, tmp_path: Path
-) -> None:
+def test_a_run_without_memory_reports_the_figures_of_the_allocator(world, tmp_path):
     more = ["--training.steps=3", "--training.batch_size=64", f"--job.dump_folder={tmp_path}"]
     run = load_config("debug_model.toml", 1, [*FLAGS, *more])
     torch.cuda.empty_cache()

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,7 +34,6 @@ from tests.support.steps import train_step
 from titanlite.cli.hub.compare_checkpoints import Contents, compare
 from titanlite.config.sections import Training
 from titanlite.data.loader import to_device
-from titanlite.dist.dist_env import DistEnv
 from titanlite.models import get_spec
 from titanlite.models.spec import Init
 from titanlite.optim.bad_step_errors import BadStepError
@@ -48,15 +45,11 @@ KINDS = ("normal", "trunc_normal", "uniform")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_drawn_without_a_wait_in_pieces_that_any_gpu_holds(
-    world: DistEnv, kind: Any
-) -> None:
+def test_weights_are_drawn_without_a_wait_in_pieces_that_any_gpu_holds(world, kind):
     sizes: list[int] = []
 
     class Seen(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func.overloadpacket.__name__ in ("normal_", "uniform_"):
                 sizes.append(args[0].numel())
             return func(*args, **(kwargs or {}))
@@ -70,7 +63,7 @@ def test_weights_are_drawn_without_a_wait_in_pieces_that_any_gpu_holds(
 
 @pytest.mark.numbers
 @pytest.mark.parametrize(("kind", "std"), list(zip(KINDS, (0.02, 0.0197, 0.0346), strict=True)))
-def test_a_part_is_a_cut_of_the_whole(world: DistEnv, kind: Any, std: float) -> None:
+def test_a_part_is_a_cut_of_the_whole(world, kind, std):
     init = Init(kind, std=0.02, bound=0.06)
     whole = torch.empty(SHAPE, device=world.device)
     part = torch.empty(80, 400, device=world.device)
@@ -88,9 +81,7 @@ BF16 = replace(RUN, training=Training())
 
 @pytest.mark.numbers
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-def test_fp32_training_is_that_of_transformers_on_a_cpu(
-    world: DistEnv, implementation: str
-) -> None:
+def test_fp32_training_is_that_of_transformers_on_a_cpu(world, implementation):
     run = replace(RUN, implementation=implementation)
     spec = get_spec("llama3")
     start = {
@@ -117,7 +108,7 @@ def test_fp32_training_is_that_of_transformers_on_a_cpu(
 
 
 @pytest.mark.numbers
-def test_bf16_training_stays_within_the_spread_of_seeds(world: DistEnv) -> None:
+def test_bf16_training_stays_within_the_spread_of_seeds(world):
     """Mean distance of its losses from those of fp32: at most twice what another seed makes of
     them.
     """
@@ -125,7 +116,7 @@ def test_bf16_training_stays_within_the_spread_of_seeds(world: DistEnv) -> None:
     assert 0 < distance(train(world, BF16).losses, plain) < 2 * spread(plain, others)
 
 
-def test_a_step_never_waits_for_the_device(world: DistEnv) -> None:
+def test_a_step_never_waits_for_the_device(world):
     """torch raises at what waits, from the second step on; the guard's own look at the step before
     is left out.
     """
@@ -143,12 +134,12 @@ def test_a_step_never_waits_for_the_device(world: DistEnv) -> None:
 @pytest.mark.numbers
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
-def test_a_resume_is_exact(world: DistEnv, tmp_path: Path, mode: str) -> None:
+def test_a_resume_is_exact(world, tmp_path, mode):
     """6 steps, saved at the third and gone on with, are the same bits; a save in the background
     copies in time.
     """
 
-    def saved(name: str, first: int, last: int, async_mode: str = mode) -> Any:
+    def saved(name, first, last, async_mode=mode):
         folder = str(tmp_path / name)
         return train_and_save(world, SAVED, folder, first, last, every=3, async_mode=async_mode)
 
@@ -170,7 +161,7 @@ def _locals(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @pytest.mark.numbers
 @pytest.mark.parametrize("implementation", [None, "foreach"])
-def test_offloaded_training_is_the_same(world: DistEnv, implementation: str | None) -> None:
+def test_offloaded_training_is_the_same(world, implementation):
     on_device = train(world, RUN)
     offloaded = train(world, replace(OFFLOADED, implementation=implementation))
     assert offloaded.losses == pytest.approx(on_device.losses, abs=5e-6)
@@ -180,7 +171,7 @@ def test_offloaded_training_is_the_same(world: DistEnv, implementation: str | No
         assert (difference.norm() / weight.cpu().norm()).item() < 1e-4, name
 
 
-def test_state_is_on_the_host_and_computation_on_the_device(world: DistEnv) -> None:
+def test_state_is_on_the_host_and_computation_on_the_device(world):
     model, optimizer, take = stepper(world, OFFLOADED)
     assert model(TOKENS[0].to(world.device)).device.type == "cuda"
     gradients: list[torch.Tensor] = []
@@ -203,7 +194,7 @@ BAD = 3
 
 @pytest.mark.numbers
 @pytest.mark.parametrize("policy", ["stop", "skip"])
-def test_the_record_is_read_a_step_later(world: DistEnv, policy: str) -> None:
+def test_the_record_is_read_a_step_later(world, policy):
     guard = FiniteGuard(world.device, policy, spike_sigmas=100.0, window=20)  # type: ignore[arg-type]
     model, optimizer, take = stepper(world, GUARDED, guard=guard)
     poison = False

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from tests.launch.slurm_jobs import until_step
-from tests.support.golden_run import GoldenRun
 from tests.support.processes import ROOT, environment
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import read_manifest
@@ -57,15 +56,13 @@ def _signal(process: subprocess.Popen[str], number: int) -> None:
 @pytest.mark.parametrize(
     ("words", "code"), [(["sh", "-c", "exit 42"], 42), (["no-such-command"], 127)]
 )
-def test_the_code_of_the_command_comes_back(words: list[str], code: int) -> None:
+def test_the_code_of_the_command_comes_back(words, code):
     with _start(*words) as process:
         process.communicate()
     assert process.returncode == code
 
 
-def test_a_sagemaker_job_becomes_a_torchrun_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sagemaker_job_becomes_a_torchrun_command(tmp_path, monkeypatch):
     monkeypatch.setenv("NGPU", "8")
     command, variables = sagemaker_job(_opt_ml(tmp_path, ["algo-1", "algo-2"], "algo-2"))
     rest = command[command.index("--nnodes") :]
@@ -93,9 +90,7 @@ def test_a_sagemaker_job_becomes_a_torchrun_command(
     assert variables["FI_EFA_USE_DEVICE_RDMA"] == "1"
 
 
-def test_an_entry_point_of_an_estimator_is_left_to_the_toolkit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_point_of_an_estimator_is_left_to_the_toolkit(tmp_path, monkeypatch):
     base = _opt_ml(tmp_path / "ml", ["algo-1"], "algo-1", sagemaker_program="train.py")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit, match="entry_point needs sagemaker-pytorch-training"):
@@ -108,9 +103,7 @@ def test_an_entry_point_of_an_estimator_is_left_to_the_toolkit(
     assert variables["FI_PROVIDER"] == "efa"
 
 
-def test_the_expressions_of_the_sagemaker_script_find_the_figures_of_a_log(
-    golden: GoldenRun,
-) -> None:
+def test_the_expressions_of_the_sagemaker_script_find_the_figures_of_a_log(golden):
     script = (ROOT / "deploy" / "examples" / "sagemaker" / "llama3_1_8b.py").read_text()
     patterns = dict(re.findall(r'MetricDefinition\(name="(\w+)", regex=r"(.*)"\)', script))
     lines = "\n".join(line for attempt in golden.console() for line in attempt)
@@ -139,7 +132,7 @@ def _opt_ml(base: Path, hosts: list[str], here: str, **more: object) -> Path:
 
 
 @pytest.mark.slow
-def test_a_sagemaker_job_that_is_stopped_leads_to_a_checkpoint(tmp_path: Path) -> None:
+def test_a_sagemaker_job_that_is_stopped_leads_to_a_checkpoint(tmp_path):
     """The container ends with code 5."""
     flags = dict(flag.removeprefix("--").split("=") for flag in RUN if "=" in flag)
     flags |= {

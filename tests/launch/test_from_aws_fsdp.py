@@ -57,7 +57,7 @@ def shape(name: str, config: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLATFORMS)
-def test_a_model_fits_the_smallest_platform_of_the_text(name: str) -> None:
+def test_a_model_fits_the_smallest_platform_of_the_text(name):
     model, nodes, instance = PLATFORMS[name]
     file = FOLDER / f"{name}.toml"
     launch = load_file(file).sections.launch
@@ -73,7 +73,7 @@ def test_a_model_fits_the_smallest_platform_of_the_text(name: str) -> None:
     assert f"# Fits {nodes} x {instance}: {stated} per GPU" in file.read_text()
 
 
-def test_every_platform_has_a_file_and_7b_is_that_of_the_text() -> None:
+def test_every_platform_has_a_file_and_7b_is_that_of_the_text():
     assert {file.stem for file in FOLDER.glob("*.toml")} == {*PLATFORMS, "aws_fsdp"}
     shape("Llama 2 7B", "llama2_7b.toml")
 
@@ -98,9 +98,7 @@ def test_every_platform_has_a_file_and_7b_is_that_of_the_text() -> None:
         ("mathstral_7b.toml platforms/aws_fsdp.toml --launch.instance_type p5.48xlarge", 1, 8),
     ],
 )
-def test_a_job_of_the_page_has_the_nodes_and_gpus(
-    words: str, nodes: int, gpus: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_of_the_page_has_the_nodes_and_gpus(words, nodes, gpus, capsys):
     assert cli.main(["launch", "slurm", *shlex.split(words), "--dry-run"]) == 0
     script = capsys.readouterr().out
     assert f"#SBATCH --nodes={nodes}\n" in script
@@ -117,11 +115,8 @@ MODELS = [f"{model}.toml" for model in ("llama3_1_8b", "llama2_7b", "mathstral_7
     [*MODELS, *(f"platforms/{name}.toml" for name in PLATFORMS if name != "llama2_70b_p5")],
 )
 def test_the_job_of_each_model_on_eks_is_as_the_operator_has_it(
-    config: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    config, tmp_path, monkeypatch, capsys
+):
     pytest.importorskip("kubeflow.training")
     monkeypatch.setenv("REGISTRY", "1.dkr.ecr.us-west-1.amazonaws.com/")
     file = tmp_path / "job.toml"
@@ -151,9 +146,7 @@ def test_the_job_of_each_model_on_eks_is_as_the_operator_has_it(
     assert volumes[mounts["/fsx"]]["persistentVolumeClaim"] == {"claimName": "fsx-claim"}
 
 
-def test_the_folder_of_a_run_is_not_on_a_path_of_the_nodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_folder_of_a_run_is_not_on_a_path_of_the_nodes(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("REGISTRY", "r/")
     file = tmp_path / "job.toml"
     file.write_text(FILES[0].replace("/fsx/runs", "/local/runs"))
@@ -176,7 +169,7 @@ ARGUMENTS = {
 }
 
 
-def test_the_array_of_the_text_is_the_file_of_the_page(tmp_path: Path) -> None:
+def test_the_array_of_the_text_is_the_file_of_the_page(tmp_path):
     file = tmp_path / "8b.toml"
     file.write_text(FILES[1])
     config, run = check_config([f"--job.config_file={file}"], 16, training=False)
@@ -194,9 +187,7 @@ def arguments() -> list[tuple[str, str]]:
     return [(name, keys) for left, keys in rows for name in re.findall(r"`(\w+)", left)]
 
 
-def test_each_argument_of_the_samples_is_refused_with_its_key(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_each_argument_of_the_samples_is_refused_with_its_key(capsys):
     found = arguments()
     assert len(found) > 30
     with pytest.raises(SystemExit, match="2"):
@@ -229,7 +220,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> str:
     return done.stdout
 
 
-def test_the_log_has_the_lines_of_the_samples(log: str) -> None:
+def test_the_log_has_the_lines_of_the_samples(log):
     stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d I "
     lines = re.findall(rf"{stamp}(\[train\.py:\d+\] .*)", log)
     number = r"\d+\.\d+"
@@ -250,7 +241,7 @@ def test_the_log_has_the_lines_of_the_samples(log: str) -> None:
     assert count and f"{int(count[1]):,} parameters" in log
 
 
-def test_the_cluster_of_parallelcluster_has_the_queues_types_and_folders_of_its_page() -> None:
+def test_the_cluster_of_parallelcluster_has_the_queues_types_and_folders_of_its_page():
     cluster = yaml.safe_load((ROOT / "deploy" / "examples" / "slurm" / "cluster.yaml").read_text())
     page = (ROOT / "docs" / "launch" / "parallelcluster.md").read_text()
     types = {}

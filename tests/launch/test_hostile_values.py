@@ -188,7 +188,7 @@ def _read(value: Any, text: str) -> Any:
 
 
 @pytest.mark.parametrize("value", TEXTS)
-def test_a_script_for_this_machine_starts_python_with_the_values(place: Path, value: str) -> None:
+def test_a_script_for_this_machine_starts_python_with_the_values(place, value):
     run = place / _folder(value)
     script = launch_local.files(_job(place, {"environment": {"PROBE": value}}, str(run)))[
         launch_local.FILE
@@ -199,9 +199,7 @@ def test_a_script_for_this_machine_starts_python_with_the_values(place: Path, va
 
 
 @pytest.mark.parametrize("value", TEXTS)
-def test_a_script_for_slurm_has_its_options_and_starts_python_with_the_values(
-    place: Path, value: str
-) -> None:
+def test_a_script_for_slurm_has_its_options_and_starts_python_with_the_values(place, value):
     run = Path(os.path.abspath(place / _folder(value)))
     run.joinpath("launch").mkdir(parents=True, exist_ok=True)
     launch = {name: value for name in ("queue", "image")}
@@ -225,10 +223,10 @@ def test_a_script_for_slurm_has_its_options_and_starts_python_with_the_values(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", TEXTS)
-def test_manifests_for_kubernetes_have_the_values(place: Path, kind: str, value: str) -> None:
+def test_manifests_for_kubernetes_have_the_values(place, kind, value):
     run = Path(os.path.abspath(place / "fsx" / _folder(value)))
 
-    def manifests(text: str) -> list[Any]:
+    def manifests(text):
         texts = {"image": text, "queue": text, "namespace": text, "token_secret": text}
         more = {"environment": {"PROBE": text}, "volumes": {"claim": str(place / "fsx")}}
         files = launch_kubernetes.files(_job(place, {**texts, **more, "kind": kind}, str(run)))
@@ -249,7 +247,7 @@ def test_manifests_for_kubernetes_have_the_values(place: Path, kind: str, value:
 
 
 @pytest.mark.parametrize("character", ["\n", "\u202e"])
-def test_a_control_character_is_refused_with_its_key(place: Path, character: str) -> None:
+def test_a_control_character_is_refused_with_its_key(place, character):
     hostile = f"x{character}touch $PWNED"
     launch = {
         "queue": hostile,
@@ -268,14 +266,12 @@ def test_a_control_character_is_refused_with_its_key(place: Path, character: str
 
 
 @pytest.mark.parametrize("name", ["A; touch x; B", "1A", "É"])
-def test_a_name_that_no_shell_can_set_is_refused(place: Path, name: str) -> None:
+def test_a_name_that_no_shell_can_set_is_refused(place, name):
     with pytest.raises(ConfigError, match="a name of a variable has letters, digits and _"):
         _job(place, {"environment": {name: "1"}}, f"{place}/run")
 
 
-def test_a_working_folder_with_a_line_end_is_named(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_working_folder_with_a_line_end_is_named(place, monkeypatch):
     folder = place / "a\ntouch pwned"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -283,7 +279,7 @@ def test_a_working_folder_with_a_line_end_is_named(
         launch_local.files(_job(place, {}, f"{place}/run"))
 
 
-def test_a_folder_that_slurm_cannot_use_is_refused(place: Path) -> None:
+def test_a_folder_that_slurm_cannot_use_is_refused(place):
     with pytest.raises(ConfigError, match=r"job\.dump_folder: .* has a backslash"):
         launch_slurm.files(_job(place, {"shared_dir": str(place)}, f"{place}/a\\b"))
     launch = {"shared_dir": f"{place}/a,/:/host", "image": "i"}
@@ -291,7 +287,7 @@ def test_a_folder_that_slurm_cannot_use_is_refused(place: Path) -> None:
         launch_slurm.files(_job(place, launch, f"{place}/a,/:/host/run"))
 
 
-def test_a_file_name_with_a_line_end_adds_no_key_to_the_kept_config(place: Path) -> None:
+def test_a_file_name_with_a_line_end_adds_no_key_to_the_kept_config(place):
     texts = []
     for name in ("plain.toml", "a\nb = 5  # .toml"):
         (place / name).write_text("[training]\nsteps = 3\n")

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import sysconfig
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -56,7 +55,7 @@ ARGUMENTS = [
 
 
 @pytest.mark.soak
-def test_the_image_is_built_and_trains(tmp_path: Path) -> None:
+def test_the_image_is_built_and_trains(tmp_path):
     if lacks := [name for name in ("buildah", "mmdebstrap") if shutil.which(name) is None]:
         warnings.warn(
             message := f"no {' and '.join(lacks)} here: apt-get install buildah mmdebstrap",
@@ -64,7 +63,7 @@ def test_the_image_is_built_and_trains(tmp_path: Path) -> None:
         )
         pytest.skip(message)
 
-    def buildah(*words: object, code: int = 0) -> str:
+    def buildah(*words, code=0):
         stores = [
             "--storage-driver=overlay",
             f"--root={tmp_path}/images",

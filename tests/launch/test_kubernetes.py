@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,7 +90,7 @@ def _at_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def test_examples_are_what_the_command_writes() -> None:
+def test_examples_are_what_the_command_writes():
     wanted = examples()
     stored = {file.name: file.read_text() for file in SNAPSHOTS.iterdir()}
     assert stored == wanted, "run: python scripts/generate.py"
@@ -99,7 +98,7 @@ def test_examples_are_what_the_command_writes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_field_is_one_of_the_operator(kind: str) -> None:
+def test_every_field_is_one_of_the_operator(kind):
     pytest.importorskip(
         {"PyTorchJob": "kubeflow.training", "TrainJob": "kubeflow_trainer_api"}[kind]
     )
@@ -141,7 +140,7 @@ def test_every_field_is_one_of_the_operator(kind: str) -> None:
         assert right in text and not fits(text.replace(right, wrong)), wrong
 
 
-def test_a_train_job_fails_at_the_codes_that_come_again() -> None:
+def test_a_train_job_fails_at_the_codes_that_come_again():
     """Each of titanlite's codes but those after which the same command continues."""
     text = render("llama3_1_8b", "--launch.kind=TrainJob")
     (values,) = re.findall(r"values: \[([\d, ]+)\]", text)
@@ -149,7 +148,7 @@ def test_a_train_job_fails_at_the_codes_that_come_again() -> None:
     assert {int(value) for value in values.split(", ")} == again
 
 
-def test_the_config_map_holds_the_resolved_config() -> None:
+def test_the_config_map_holds_the_resolved_config():
     flags = [
         "--job.config_file=llama3_1_8b.toml",
         "--launch.image=titanlite",
@@ -202,7 +201,7 @@ GPU = {"limits": {"nvidia.com/gpu": "1"}}
         (CPU, {"requests": {"cpu": "1"}}, {"medium": "Memory"}),
     ],
 )
-def test_pods_ask_for_what_the_machines_have(flags: list[str], resources: Any, shared: Any) -> None:
+def test_pods_ask_for_what_the_machines_have(flags, resources, shared):
     machine = ["--launch.instance_type=g6e.4xlarge", "--launch.environment.NCCL_DEBUG=INFO"]
     text = render("llama3_1_8b", *machine, *flags)
     container = _container(text)
@@ -214,7 +213,7 @@ def test_pods_ask_for_what_the_machines_have(flags: list[str], resources: Any, s
     assert "FI_PROVIDER" not in names
 
 
-def test_two_run_folders_have_two_jobs_and_one_node_needs_no_efa() -> None:
+def test_two_run_folders_have_two_jobs_and_one_node_needs_no_efa():
     flags = ["--launch.nodes=1"]
     texts = [render("llama3_1_8b", *flags, f"--job.dump_folder=/fsx/{one}/on") for one in "ab"]
     names = [one["metadata"]["name"] for text in texts for one in yaml.safe_load_all(text)]
@@ -222,7 +221,7 @@ def test_two_run_folders_have_two_jobs_and_one_node_needs_no_efa() -> None:
     assert _container(texts[0])["resources"]["limits"] == {"nvidia.com/gpu": "8"}
 
 
-def test_each_volume_has_a_name_of_its_own() -> None:
+def test_each_volume_has_a_name_of_its_own():
     claims = {"host-1": "/a", "/disk": "/disk", "a.b": "/b", "a-b": "/c", "config": "/d"}
     entries = ", ".join(f'"{source}" = "{path}"' for source, path in claims.items())
     text = render("llama3_1_8b", f"--launch.volumes={{{entries}}}")
@@ -237,12 +236,12 @@ def test_each_volume_has_a_name_of_its_own() -> None:
         assert source == (found or volume["persistentVolumeClaim"]["claimName"])
 
 
-def test_starts_without_a_new_step_end_the_job(tmp_path: Path) -> None:
+def test_starts_without_a_new_step_end_the_job(tmp_path):
     volume = f'--launch.volumes={{"claim" = "{tmp_path}"}}'
     flags = ["--launch.max_restarts=1", volume, f"--job.dump_folder={tmp_path}/run 1"]
     script = _container(render("llama3_1_8b", *flags))["args"][:4]
 
-    def codes(host: str, count: int) -> list[int]:
+    def codes(host, count):
         words = [*script, "sh", "-c", "exit 7"]
         env = {**os.environ, "HOSTNAME": host}
         return [subprocess.run(words, env=env, check=False).returncode for _ in range(count)]
@@ -288,9 +287,7 @@ def test_starts_without_a_new_step_end_the_job(tmp_path: Path) -> None:
         (["--launch.kind=HyperPodPyTorchJob"], "take PyTorchJob, which HyperPod's clusters run"),
     ],
 )
-def test_a_job_that_cannot_work_or_would_lose_its_checkpoints_is_refused(
-    flags: list[str], words: str
-) -> None:
+def test_a_job_that_cannot_work_or_would_lose_its_checkpoints_is_refused(flags, words):
     with pytest.raises(ConfigError) as error:
         render("llama3_1_8b", *flags)
     assert words in str(error.value)

@@ -32,8 +32,8 @@ FLAGS = [
 
 @pytest.mark.soak
 def test_a_killed_rank_and_an_evicted_pod_lead_to_the_undisturbed_weights(
-    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    undisturbed, tmp_path, monkeypatch
+):
     monkeypatch.chdir(ROOT)
     run, log = tmp_path / "run", tmp_path / "log"
     volume = f'--launch.volumes={{"claim" = "{tmp_path}"}}'
@@ -52,7 +52,7 @@ def test_a_killed_rank_and_an_evicted_pod_lead_to_the_undisturbed_weights(
         "PET_MAX_RESTARTS": str(elastic["maxRestarts"]),
     }
 
-    def start(number: int) -> subprocess.Popen[bytes]:
+    def start(number):
         own = environment(**variables, HOSTNAME=f"{job['metadata']['name']}-worker-{number}")
         with log.open("a") as out:
             return subprocess.Popen(words, env=own, cwd=ROOT, stdout=out, stderr=out)

@@ -65,6 +65,6 @@ def _lint(name: str, files: list[Path]) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LINTERS)
-def test_linters_pass(name: str) -> None:
+def test_linters_pass(name):
     done = _lint(name, sorted(file for pattern in LINTERS[name][1] for file in ROOT.glob(pattern)))
     assert done.returncode == 0, done.stdout

@@ -29,7 +29,7 @@ def _example(monkeypatch: pytest.MonkeyPatch) -> str:
     ]
 
 
-def test_example(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example(monkeypatch):
     assert _example(monkeypatch) == EXAMPLE.read_text(), "run: python scripts/generate.py"
 
 
@@ -61,8 +61,8 @@ SAVES = 'echo "{\\"saved_step\\": $n, \\"lost_steps\\": 0}" >>attempts.jsonl'
     ("progress", "code", "step"), [(METRICS, exit_codes.LOST_PEER, 3), (SAVES, 137, 0)]
 )
 def test_the_third_failure_without_a_new_step_or_checkpoint_is_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: str, code: int, step: int
-) -> None:
+    tmp_path, monkeypatch, progress, code, step
+):
     """A stand-in for Python gets on in its first three starts and always fails."""
     count = f"n=$(wc -l <starts); [ $n -gt 3 ] || {progress}"
     script = _script(tmp_path, monkeypatch, f"{count}\nexit {code}")
@@ -74,8 +74,8 @@ def test_the_third_failure_without_a_new_step_or_checkpoint_is_the_last(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_the_script_stops_the_run_and_its_code_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
-) -> None:
+    tmp_path, monkeypatch, number
+):
     program = "trap 'exit 5' TERM\necho ready\nfor i in {1..3000}; do sleep 0.1; done"
     script = _script(tmp_path, monkeypatch, program)
     with subprocess.Popen(["bash", script], stdout=subprocess.PIPE, text=True) as process:
@@ -87,9 +87,7 @@ def test_a_signal_to_the_script_stops_the_run_and_its_code_comes_back(
 
 
 @pytest.mark.slow
-def test_a_killed_agent_leads_to_a_restart_of_both_machines(
-    undisturbed: Path, tmp_path: Path
-) -> None:
+def test_a_killed_agent_leads_to_a_restart_of_both_machines(undisturbed, tmp_path):
     """Both are this one."""
     folder = tmp_path / "run"
     more = ["--launch.max_restarts=1", "--checkpoint.interval=4"]

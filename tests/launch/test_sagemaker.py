@@ -125,7 +125,7 @@ def account(golden: GoldenRun, tmp_path_factory: pytest.TempPathFactory) -> Iter
             yield found
 
 
-def test_the_image_is_built_by_an_argument_of_the_dockerfile_each(account: Account) -> None:
+def test_the_image_is_built_by_an_argument_of_the_dockerfile_each(account):
     words = account.built
     assert words[:2] == ["build", "."]
     options = dict(zip(words[2::2], words[3::2], strict=True))
@@ -141,7 +141,7 @@ def test_the_image_is_built_by_an_argument_of_the_dockerfile_each(account: Accou
     assert all(re.search(f"(?m)^ARG {name}=", text) for name in arguments)
 
 
-def test_c4_and_the_tokenizer_come_to_the_places_that_the_config_reads(account: Account) -> None:
+def test_c4_and_the_tokenizer_come_to_the_places_that_the_config_reads(account):
     (job,) = account.requests["CreateProcessingJob"]
     assert (job["RoleArn"], job["AppSpecification"]["ImageUri"]) == (ROLE, IMAGE)
     command = job["AppSpecification"]["ContainerEntrypoint"]
@@ -162,9 +162,7 @@ def test_c4_and_the_tokenizer_come_to_the_places_that_the_config_reads(account: 
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_job_trains_its_level_as_the_text_does(
-    account: Account, level: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_trains_its_level_as_the_text_does(account, level, monkeypatch):
     """The container reads what the request says, and gets the text's run."""
     job = account.requests["CreateTrainingJob"][list(LEVELS).index(level)]
     ml = account.folder / level
@@ -226,9 +224,7 @@ def test_a_job_trains_its_level_as_the_text_does(
     assert re.search(rf"{level} +{speed:,.0f} +{published:,} ", account.shown)
 
 
-def test_the_metric_definitions_find_the_figures_of_a_log(
-    account: Account, golden: GoldenRun
-) -> None:
+def test_the_metric_definitions_find_the_figures_of_a_log(account, golden):
     (definitions,) = {
         json.dumps(job["AlgorithmSpecification"]["MetricDefinitions"])
         for job in account.requests["CreateTrainingJob"]
@@ -244,9 +240,7 @@ def test_the_metric_definitions_find_the_figures_of_a_log(
     assert (found["mfu"][-1], found["memory_gib"][-1]) == ("39.73", "68.57")
 
 
-def test_the_last_cell_removes_all_that_the_notebooks_put_into_the_bucket(
-    account: Account,
-) -> None:
+def test_the_last_cell_removes_all_that_the_notebooks_put_into_the_bucket(account):
     import boto3
 
     cells = json.loads((FOLDER / "3_train.ipynb").read_text(encoding="utf-8"))["cells"]
@@ -261,7 +255,7 @@ def test_the_last_cell_removes_all_that_the_notebooks_put_into_the_bucket(
     assert [place for place in places if not f"{place}/".startswith(removed)] == []
 
 
-def test_the_notebooks_are_kept_without_outputs() -> None:
+def test_the_notebooks_are_kept_without_outputs():
     for file in FOLDER.glob("*.ipynb"):
         cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
         code = [cell for cell in cells if cell["cell_type"] == "code"]

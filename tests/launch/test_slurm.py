@@ -14,7 +14,6 @@ import pytest
 
 from benchmarks import lost_nodes
 from tests.launch.examples import EXAMPLES
-from tests.launch.slurm_cluster import Cluster
 from tests.launch.slurm_jobs import ENDS, LAUNCH, RUN, STEPS, read_log, submit, until_step
 from tests.support.processes import ROOT
 from tests.support.tiny import TWO_LAYERS
@@ -30,9 +29,7 @@ FOLDER = ROOT / "deploy" / "examples" / "slurm"
 
 
 @pytest.mark.slow
-def test_a_job_that_is_asked_to_stop_saves_and_goes_on_later(
-    slurm: Cluster, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_a_job_that_is_asked_to_stop_saves_and_goes_on_later(slurm, undisturbed, tmp_path):
     """Stop the job by the signal that Slurm sends before a time limit."""
     folder = tmp_path / "run"
     umask = os.umask(0o022)
@@ -54,9 +51,7 @@ def test_a_job_that_is_asked_to_stop_saves_and_goes_on_later(
 
 
 @pytest.mark.soak
-def test_a_spare_node_replaces_one_that_is_lost_without_the_queue(
-    slurm: Cluster, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_a_spare_node_replaces_one_that_is_lost_without_the_queue(slurm, undisturbed, tmp_path):
     """Lose a node and its disk in a step: the other node has a copy of its part."""
     loss = lost_nodes.lose_one(slurm, tmp_path, lost_nodes.MOMENTS[1], undisturbed)
     # As `Held` stops there.
@@ -91,12 +86,12 @@ _STORED = [*EXAMPLES, "llama3_1_8b_spare"]
 
 
 @pytest.mark.parametrize("name", _STORED)
-def test_examples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples(name, monkeypatch):
     stored = (FOLDER / f"{name}.sbatch").read_text()
     assert _example(name, monkeypatch) == stored, "run: python scripts/generate.py"
 
 
-def test_a_container_mounts_the_shared_folder_and_starts_python_of_its_own() -> None:
+def test_a_container_mounts_the_shared_folder_and_starts_python_of_its_own():
     folders = ["--job.dump_folder=/fsx/runs/8b", "--launch.shared_dir=/fsx"]
     probe = "--launch.environment.NCCL_DEBUG=INFO"
     text = _render(*EXAMPLES["llama3_1_8b"], *folders, _IMAGE, probe)
@@ -148,7 +143,7 @@ _IMAGE = "--launch.image=/fsx/my image.sqsh"
         ),
     ],
 )
-def test_a_job_that_cannot_work_is_refused(flags: list[str], key: str, text: str) -> None:
+def test_a_job_that_cannot_work_is_refused(flags, key, text):
     with pytest.raises(ConfigError, match=f"(?s){key}: .*{text}"):
         _render("--job.config_file=llama3_8b.toml", *flags)
 
@@ -169,13 +164,7 @@ GROUPS = '[[optimizer.groups]]\nparameters = "nothing"\nlr = 1.0\n'
         ),
     ],
 )
-def test_a_check_refuses_what_the_launch_does(
-    flags: list[str],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_check_refuses_what_the_launch_does(flags, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("groups.toml").write_text(GROUPS)
     files = ["debug_model.toml", *(flag for flag in flags if flag[0] != "-")]
@@ -188,7 +177,7 @@ def test_a_check_refuses_what_the_launch_does(
     assert re.search(r"ranks +16 \(of section \[launch\]", capsys.readouterr().out)
 
 
-def test_variables_of_a_job() -> None:
+def test_variables_of_a_job():
     flags = ["--job.config_file=llama3_8b.toml", "--launch.instance_type=ml.p5.48xlarge"]
     text = _render(*flags, "--launch.environment.TORCH_ELASTIC_SHUTDOWN_TIMEOUT=60")
     assert re.findall("SHUTDOWN_TIMEOUT=(.*)", text) == ["60"]
@@ -199,9 +188,7 @@ def test_variables_of_a_job() -> None:
     assert "export FI_" not in text and "export NCCL_SOCKET_IFNAME=" in text
 
 
-def test_a_folder_with_the_job_of_another_model_is_refused_and_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_with_the_job_of_another_model_is_refused_and_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name, flavor in (("One", "debugmodel"), ("two", "3.1-debugmodel")):
         text = f'[job]\ndump_folder = "./outputs"\n[model]\nflavor = "{flavor}"\n'
@@ -244,15 +231,13 @@ def test_a_folder_with_the_job_of_another_model_is_refused_and_kept(
     assert "--dry-run prints the job instead" in capsys.readouterr().err
 
 
-def test_a_time_limit_is_read_as_slurm_does() -> None:
+def test_a_time_limit_is_read_as_slurm_does():
     seconds = {"": None, "1:30": 90, "01:30:00": 5400, "2:00:00": 7200}
     seconds |= {"1-0": 86400, "2-00": 172800, "1-2:30": 95400, "0-0:00:07": 7}
     assert {text: limit_seconds(text) for text in seconds} == seconds
 
 
-def test_a_dry_run_prints_the_job_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_prints_the_job_and_writes_nothing(tmp_path, capsys):
     flags = [
         "llama3_8b.toml",
         f"--job.dump_folder={tmp_path / 'run'}",
@@ -368,14 +353,8 @@ SPARE = "--launch.spare_nodes=1"
     ],
 )
 def test_ranks_start_on_healthy_nodes_while_there_are_enough(
-    tmp_path: Path,
-    codes: list[int],
-    missing: str,
-    starts: list[str],
-    end: int,
-    queued: bool,
-    said: list[str],
-) -> None:
+    tmp_path, codes, missing, starts, end, queued, said
+):
     """The stand-in loses node b with a code above 128."""
     if missing:
         (tmp_path / missing).touch()
@@ -394,8 +373,8 @@ def test_ranks_start_on_healthy_nodes_while_there_are_enough(
     ],
 )
 def test_ranks_that_died_start_again_on_the_same_nodes_and_a_lost_node_leads_to_the_queue(
-    tmp_path: Path, codes: list[int], starts: int, end: int, queued: bool
-) -> None:
+    tmp_path, codes, starts, end, queued
+):
     code, said = _run(tmp_path, codes, nodes="a,b")
     assert code == end, said
     started = (tmp_path / "started").read_text()
@@ -403,7 +382,7 @@ def test_ranks_that_died_start_again_on_the_same_nodes_and_a_lost_node_leads_to_
     assert (tmp_path / "requeued").exists() == queued
 
 
-def test_a_third_notice_before_the_first_step_ends_the_job(tmp_path: Path) -> None:
+def test_a_third_notice_before_the_first_step_ends_the_job(tmp_path):
     failures = tmp_path / "run" / "launch" / "failures.log"
     failures.parent.mkdir(parents=True)
     failures.write_text("job 7 failed after no step\n" * 2)
@@ -412,7 +391,7 @@ def test_a_third_notice_before_the_first_step_ends_the_job(tmp_path: Path) -> No
     assert "raise launch.time_limit or lower launch.notice_seconds" in said
 
 
-def test_a_task_of_a_job_array_alone_goes_back_into_the_queue(tmp_path: Path) -> None:
+def test_a_task_of_a_job_array_alone_goes_back_into_the_queue(tmp_path):
     _run(tmp_path, [5], nodes="a,b", JOBS="7 6_1")
     assert (tmp_path / "requeued").read_text() == "6_1\n"
 
@@ -426,8 +405,8 @@ def test_a_task_of_a_job_array_alone_goes_back_into_the_queue(tmp_path: Path) ->
     ],
 )
 def test_another_allocation_than_the_job_was_written_for_is_refused_at_once(
-    tmp_path: Path, nodes: str, variables: dict[str, str], said: str
-) -> None:
+    tmp_path, nodes, variables, said
+):
     code, output = _run(tmp_path, [], nodes=nodes, **variables)
     assert code == exit_codes.CONFIG
     assert said in output
@@ -435,9 +414,7 @@ def test_another_allocation_than_the_job_was_written_for_is_refused_at_once(
 
 
 @pytest.mark.parametrize(("start", "starts"), [("7-0-0", 2), ("6-1-0", 1)])
-def test_a_lost_rank_of_an_earlier_start_ends_no_later_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str, starts: int
-) -> None:
+def test_a_lost_rank_of_an_earlier_start_ends_no_later_one(tmp_path, monkeypatch, start, starts):
     """Lines of another start come before that of this one and after it."""
     lines = f"echo '6-1-0 2' >>$file; echo '{start} 3' >>$file; echo '6-1-0 2' >>$file"
     late = f"file=$RUN/launch/lost-rank; {lines}; exec /bin/sleep 2"
@@ -449,7 +426,7 @@ def test_a_lost_rank_of_an_earlier_start_ends_no_later_one(
     assert ends == ["137", "0"][-starts:], said
 
 
-def test_the_nodes_that_a_job_asks_for() -> None:
+def test_the_nodes_that_a_job_asks_for():
     folder = "--job.dump_folder=/run"
     four = [folder, "--launch.nodes=4", "--training.global_batch_size=96"]
     assert "\n#SBATCH --nodes=4\n" in _script(*four)
@@ -457,7 +434,7 @@ def test_the_nodes_that_a_job_asks_for() -> None:
     assert "\n#SBATCH --no-kill\n" in _script(*four, "--launch.spare_nodes=2")
 
 
-def test_other_systems_have_no_spare_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_systems_have_no_spare_nodes(capsys):
     words = [*RUN, *LAUNCH, "--launch.spare_nodes=1", "--dry-run"]
     assert cli.main(["launch", "local", *words]) == exit_codes.CONFIG
     assert "launch.spare_nodes: local has no such jobs" in capsys.readouterr().err

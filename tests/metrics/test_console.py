@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 
@@ -41,7 +40,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_step_lines_are_those_that_other_tools_read() -> None:
+def test_step_lines_are_those_that_other_tools_read():
     known = "step: 1990  loss:  3.4370  memory: 68.57GiB(86.69%)  tps: 6,785  mfu: 39.73%"
     assert (
         titan_line(FIGURES)
@@ -63,9 +62,7 @@ def test_step_lines_are_those_that_other_tools_read() -> None:
 @pytest.mark.parametrize(
     ("rank", "shown"), [(0, ["hello", "WARNING: disk full"]), (3, ["[rank 3] WARNING: disk full"])]
 )
-def test_lines_carry_local_time_problems_their_level_and_other_ranks_their_number(
-    rank: int, shown: list[str]
-) -> None:
+def test_lines_carry_local_time_problems_their_level_and_other_ranks_their_number(rank, shown):
     out = io.StringIO()
     setup_console(rank, stream=out)
     logger.debug("quiet")
@@ -90,13 +87,7 @@ def test_lines_carry_local_time_problems_their_level_and_other_ranks_their_numbe
         (False, True, {}, False),
     ],
 )
-def test_colours_only_where_wanted(
-    monkeypatch: pytest.MonkeyPatch,
-    color: bool | None,
-    terminal: bool,
-    variables: dict[str, str],
-    colored: bool,
-) -> None:
+def test_colours_only_where_wanted(monkeypatch, color, terminal, variables, colored):
     for name, value in {"NO_COLOR": "", "FORCE_COLOR": "", "TERM": "xterm", **variables}.items():
         monkeypatch.setenv(name, value)
     stream = Terminal() if terminal else io.StringIO()
@@ -118,7 +109,7 @@ HARMLESS = "a\\x1b]0;owned\\x07b\\x1b[31mc\\x0dd\\x9b2Je\\x7f\tf\r\ng é"
 
 
 @pytest.mark.parametrize("color", [True, False])
-def test_the_log_holds_no_control_characters_but_our_colours(tmp_path: Path, color: bool) -> None:
+def test_the_log_holds_no_control_characters_but_our_colours(tmp_path, color):
     stream = io.StringIO()
     setup_console(0, color, stream)
     with rank_log(tmp_path, 0):
@@ -138,9 +129,7 @@ def test_the_log_holds_no_control_characters_but_our_colours(tmp_path: Path, col
     assert "\x1b" not in log
 
 
-def test_commands_show_foreign_names_without_control_characters(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_show_foreign_names_without_control_characters(tmp_path, capsys):
     for terminal in (True, False):
         drawn = render(Table((HOSTILE, "state"), [("x\x1b[2Jy", "done")], title="t\x07"), terminal)
         assert "x\\x1b[2Jy" in drawn
@@ -171,7 +160,7 @@ QUIET = "logging.getLogger('titanlite').setLevel(logging.ERROR)"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "shown"), [(NOTEBOOK, True), (QUIET, False)])
-def test_rows_appear_in_scripts_and_notebooks(tmp_path: Path, before: str, shown: bool) -> None:
+def test_rows_appear_in_scripts_and_notebooks(tmp_path, before, shown):
     done = python("-c", LIBRARY.format(before=before, folder=tmp_path), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [f"step:  {step}  " in done.stdout for step in (1, 2)] == [shown] * 2

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support.harness import Run, batches, build_tiny, changed, full, micro_batches
-from tests.support.pool import Pools
 from tests.support.whole_runs import make_trainer
 from titanlite.config.sections import ActivationCheckpoint, Compile
 from titanlite.dist.dist_env import DistEnv
@@ -59,6 +57,10 @@ def _poison(model: torch.nn.Module, where: str) -> None:
         w2.register_forward_pre_hook(
             lambda module, args: (Scale.apply(args[0], NAN),) if second[0] else args
         )
+    elif where == "sum":
+        head = model.get_submodule("output")
+        head.register_forward_pre_hook(lambda module, args: (Scale.apply(args[0], 1 / 1.5e40),))
+        head.register_forward_hook(lambda module, args, out: Scale.apply(out, 1.5e40))
     elif where == "weights":
         weight: Any = model.get_parameter(f"{W2}.weight").detach()
         weight.to_local()[0, 0] = INFINITY
@@ -88,6 +90,8 @@ EXPECTED = {
     "loss": Finding("loss", None, (1,)),
     "gradient inside": Finding("backward", f"{FEED_FORWARD}.w3", (1,), 1),
     "weights": Finding("weights", None, (1,), parameters=(f"{W2}.weight",)),
+    # Each of two micro-batches has a gradient below float32's largest number.
+    "sum": Finding("reduction", None, (0, 1), parameters=("output.weight",)),
     "norm": Finding("nowhere"),  # all gradients are finite, the sum of their squares overflows
     "nowhere": Finding("nowhere"),
 }
@@ -95,7 +99,7 @@ EXPECTED = {
 
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("where", EXPECTED)
-def test_the_origin_is_named_on_every_rank(pool: Pools, where: str) -> None:
+def test_the_origin_is_named_on_every_rank(pool, where):
     (first, text), (second, _) = pool(2).run(_find, RUN, where)
     assert first == second == EXPECTED[where]
     if first.module:
@@ -126,7 +130,7 @@ def test_the_origin_is_named_on_every_rank(pool: Pools, where: str) -> None:
     ids=["bf16, each gradient reduced", "DDP, some operations recomputed, compiled"],
 )
 @pytest.mark.parametrize("where", ["output", "gradient inside"])
-def test_it_is_found_in_every_kind_of_step(pool: Pools, run: Run, where: str) -> None:
+def test_it_is_found_in_every_kind_of_step(pool, run, where):
     found = pool(2).run(_find, run, where, sync_every=run.training.gradient_sync == "every")
     assert [finding for finding, _ in found] == [EXPECTED[where]] * 2
 
@@ -146,7 +150,7 @@ def _stopped(world: DistEnv, folder: str) -> str:
     raise AssertionError("not stopped")
 
 
-def test_the_guards_error_says_where_it_came_from(pool: Pools, tmp_path: Path) -> None:
+def test_the_guards_error_says_where_it_came_from(pool, tmp_path):
     first, second = pool(2).run(_stopped, str(tmp_path))
     assert first == second
     assert first.startswith("step 3: loss nan")

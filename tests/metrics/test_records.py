@@ -9,7 +9,6 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,13 +20,13 @@ from titanlite.runs.jsonl import MetricsLog
 from titanlite.runs.lines import read_metrics
 
 
-def test_rows_are_valid_json_and_on_disk_at_once(tmp_path: Path) -> None:
+def test_rows_are_valid_json_and_on_disk_at_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
     log.write({"step": 1, "loss": 7.5, "note": "x"})
     log.write({"step": 2, "loss": math.nan, "norm": -math.inf})
 
-    def refuse(constant: str) -> None:
+    def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
 
     rows = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
@@ -46,9 +45,7 @@ def test_rows_are_valid_json_and_on_disk_at_once(tmp_path: Path) -> None:
         (b'{"step": 1}', 1, b'{"step": 1}\n'),  # complete without its newline
     ],
 )
-def test_a_resumed_run_writes_no_step_twice_and_keeps_other_rows(
-    tmp_path: Path, before: bytes, step: int, after: bytes
-) -> None:
+def test_a_resumed_run_writes_no_step_twice_and_keeps_other_rows(tmp_path, before, step, after):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(before)
     log = MetricsLog(path)
@@ -61,7 +58,7 @@ def test_a_resumed_run_writes_no_step_twice_and_keeps_other_rows(
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
-def test_a_torn_last_line_is_passed_over_and_another_is_named(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_passed_over_and_another_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2')
     assert read_metrics(path) == [{"step": 1}]
@@ -72,7 +69,7 @@ def test_a_torn_last_line_is_passed_over_and_another_is_named(tmp_path: Path) ->
     assert f"{path}:2: no JSON" in said[0]
 
 
-def test_a_full_disk_and_a_missing_folder_warn_once_and_never_raise(tmp_path: Path) -> None:
+def test_a_full_disk_and_a_missing_folder_warn_once_and_never_raise(tmp_path):
     full = Path("/dev/full")
     gone = tmp_path / "gone" / "metrics.jsonl"
     with listening() as said:
@@ -89,7 +86,7 @@ def test_a_full_disk_and_a_missing_folder_warn_once_and_never_raise(tmp_path: Pa
     assert read_metrics(gone) == [{"step": 5}], "writes go on when the folder is there again"
 
 
-def test_rows_are_shown_under_the_tags_of_known_dashboards_which_the_docs_list() -> None:
+def test_rows_are_shown_under_the_tags_of_known_dashboards_which_the_docs_list():
     row = {
         "step": 1,
         "loss": 2.0,
@@ -108,7 +105,7 @@ def test_rows_are_shown_under_the_tags_of_known_dashboards_which_the_docs_list()
     assert TAGS.items() <= told.items()
 
 
-def test_a_resumed_run_goes_on_in_its_folder_and_shows_no_step_twice(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_in_its_folder_and_shows_no_step_twice(tmp_path):
     (tmp_path / "20200101-0000").mkdir()
     first = TensorBoard(tmp_path, purge_step=1)
     for step in range(1, 6):
@@ -128,12 +125,10 @@ def test_a_resumed_run_goes_on_in_its_folder_and_shows_no_step_twice(tmp_path: P
 
 
 @pytest.mark.parametrize("where", ["no package", "at a row", "at its end"])
-def test_an_error_of_tensorboard_costs_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_an_error_of_tensorboard_costs_one_warning(tmp_path, monkeypatch, where):
     from torch.utils.tensorboard import SummaryWriter
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         raise OSError("gone")
 
     if where == "no package":

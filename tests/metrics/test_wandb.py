@@ -7,13 +7,11 @@ import sys
 import threading
 import time
 import types
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from tests.support.pool import Pools
 from tests.support.steps import train_rows
 from tests.support.tiny import TWENTY_STEPS
 from tests.support.words import listening
@@ -61,7 +59,7 @@ def _train(world: DistEnv, folder: str) -> tuple[list[Any], list[Any]]:
 
 
 @pytest.mark.slow
-def test_an_offline_run_gets_the_rows_of_metrics_jsonl(pool: Pools, tmp_path: Path) -> None:
+def test_an_offline_run_gets_the_rows_of_metrics_jsonl(pool, tmp_path):
     """The real library, in a real run."""
     folder = tmp_path / "my run"
     rows, (number, *about, config, code) = pool(2).run(_train, str(folder))[0]
@@ -97,9 +95,7 @@ class Backend(types.ModuleType):
         return types.SimpleNamespace(url="", dir="", finish=lambda exit_code: None)
 
 
-def test_a_resumed_run_goes_on_under_its_id_and_the_environment_goes_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_goes_on_under_its_id_and_the_environment_goes_before(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", backend := Backend())
     for resumed in (False, True, False):
         WandbTracker(TrackedRun(tmp_path, {}, resumed=resumed)).close()
@@ -132,9 +128,7 @@ class Hanging(BackgroundWriter):
         self.steps += [step for step, _ in rows]
 
 
-def test_a_service_that_hangs_stops_neither_writing_nor_closing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_service_that_hangs_stops_neither_writing_nor_closing(monkeypatch):
     monkeypatch.setattr(boards, "_CLOSE_SECONDS", 0.2)
     monkeypatch.setattr(boards, "MOST_ROWS", 100)
     with listening() as said:
@@ -154,9 +148,7 @@ def test_a_service_that_hangs_stops_neither_writing_nor_closing(
     assert board.steps == list(range(901, 1_000)), "the oldest are dropped, none of the latest"
 
 
-def test_a_folder_of_its_name_is_no_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_its_name_is_no_package(tmp_path, monkeypatch):
     """wandb leaves a folder `wandb` in the working directory, which Python finds as a package
     without a file.
     """

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from tests.support.pool import Pools
 from tests.support.processes import TORCHRUN, python
 from tests.support.tiny import TWENTY_STEPS
 from tests.support.whole_runs import make_trainer
@@ -94,9 +93,7 @@ def _ranks(state: RankState, *ranks: int) -> list[RankState]:
         ([replace(AT_FORWARD, end="lost"), IN_DATA], [1], "in data of step 5 for 8.1 s"),
     ],
 )
-def test_a_rank_that_waits_is_not_the_culprit(
-    states: list[RankState], named: list[int], words: str
-) -> None:
+def test_a_rank_that_waits_is_not_the_culprit(states, named, words):
     culprits, sentence = verdict(states)
     assert [state.rank for state in culprits] == named
     assert words in sentence
@@ -110,16 +107,16 @@ def test_a_rank_that_waits_is_not_the_culprit(
         ({"deadline_seconds": 0.0, "heartbeat_seconds": 20.0}, {}, (0.0, 180.0, 20.0)),
     ],
 )
-def test_deadlines_follow_the_timeouts(stall: Any, comm: Any, deadlines: tuple[float, ...]) -> None:
+def test_deadlines_follow_the_timeouts(stall, comm, deadlines):
     dog = HangWatchdog(Stall(**stall), Comm(**comm))
     assert (dog._deadline, dog._patience, dog._heartbeat) == pytest.approx(deadlines)
 
 
-def test_no_garbage_is_collected_while_a_stack_is_read() -> None:
+def test_no_garbage_is_collected_while_a_stack_is_read():
     """Python 3.11 would let the thread run on meanwhile, and read frames that have ended."""
     within: list[str] = []
 
-    def note(phase: str, _: object) -> None:
+    def note(phase, _):
         frame = sys._getframe(1)
         while frame is not None:
             within.append(frame.f_code.co_name)
@@ -209,7 +206,7 @@ def _waiter(world: DistEnv, said: list[str]) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("phase", ["validate", "evaluate", "save", "data"])
-def test_a_long_phase_that_goes_on_is_no_hang_until_it_stops(phase: str) -> None:
+def test_a_long_phase_that_goes_on_is_no_hang_until_it_stops(phase):
     dog = HangWatchdog(Stall(deadline_seconds=100.0), Comm(init_timeout_seconds=100))
     dog.rank, dog._reported = 0, None
     dog.phase(phase, 3)
@@ -238,7 +235,7 @@ def _marks(world: DistEnv, folder: str) -> set[str]:
     return set(progress_at)
 
 
-def test_validation_and_the_export_tell_that_they_go_on(pool: Pools, tmp_path: Path) -> None:
+def test_validation_and_the_export_tell_that_they_go_on(pool, tmp_path):
     (marks,) = pool(1).run(_marks, str(tmp_path / "run"))
     assert {"validate", "save"} <= marks
 
@@ -252,7 +249,7 @@ def _sleep(world: DistEnv) -> list[str]:
     return said
 
 
-def test_a_rank_that_sleeps_in_its_loader_is_named_with_its_stack(pool: Pools) -> None:
+def test_a_rank_that_sleeps_in_its_loader_is_named_with_its_stack(pool):
     said, others = pool(2).run(_sleep)
     (report,) = _reports_of_step_2(said)
     host = socket.gethostname()
@@ -299,7 +296,7 @@ def _stop(world: DistEnv) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_does_not_answer_and_is_named(pool: Pools) -> None:
+def test_a_stopped_rank_does_not_answer_and_is_named(pool):
     report = pool(2).run(_stop)[0][0]
     assert re.search(r"\n +1 +\S+ +2 +data +[\d.]+ +no answer\n", report)
     assert re.search(r"\nrank 1 \(.*\) does not answer, last seen in data of step 2: ", report)
@@ -322,7 +319,7 @@ def _report_of_a_dead_rank(world: DistEnv) -> str:
         return dog.verdict if time.monotonic() - began < LONG else ""
 
 
-def test_a_rank_whose_process_is_gone_is_named_without_a_wait(pool: Pools) -> None:
+def test_a_rank_whose_process_is_gone_is_named_without_a_wait(pool):
     """torchrun starts ranks again when the others have ended, after their report."""
     (found,) = pool(1).run(_report_of_a_dead_rank)
     assert re.match(r"rank 1 \(\S+, process \d+\) does not answer", found)
@@ -349,7 +346,7 @@ def _fail_in_nccl(world: DistEnv, failure: str) -> tuple[list[int], list[str], s
     return ends, said, dog.verdict
 
 
-def test_a_failure_that_nccl_has_noticed_ends_ranks_that_wait_for_their_device(pool: Pools) -> None:
+def test_a_failure_that_nccl_has_noticed_ends_ranks_that_wait_for_their_device(pool):
     for ends, said, sentence in pool(2).run(
         _fail_in_nccl, "NCCL reports TIMEOUT in the group mesh_tp"
     ):
@@ -381,15 +378,11 @@ def _raise_together(
         (BadStepError, (7, 1.0, 9.0, "too high"), 1.5),
     ],
 )
-def test_an_error_of_all_ranks_ends_no_other_rank(
-    pool: Pools, kind: type[BaseException], values: tuple[Any, ...], late: float
-) -> None:
+def test_an_error_of_all_ranks_ends_no_other_rank(pool, kind, values, late):
     assert pool(2).run(_raise_together, kind, values, late) == [[], []]
 
 
-def test_a_rank_that_does_not_print_waits_for_one_that_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_does_not_print_waits_for_one_that_does(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv(exit_codes.VARIABLE, str(tmp_path / "codes"))
@@ -458,7 +451,7 @@ def _torchrun(tmp_path: Path, kind: str) -> tuple[subprocess.CompletedProcess[st
 
 
 @pytest.mark.soak
-def test_an_error_of_a_loader_ends_all_ranks_and_is_the_last_line(tmp_path: Path) -> None:
+def test_an_error_of_a_loader_ends_all_ranks_and_is_the_last_line(tmp_path):
     """Rank 0 is where nothing tells it of the other's end, as in a collective of NCCL."""
     done, seconds = _torchrun(tmp_path, "raise")
     assert done.returncode == exit_codes.ERROR
@@ -482,7 +475,7 @@ def test_an_error_of_a_loader_ends_all_ranks_and_is_the_last_line(tmp_path: Path
 
 
 @pytest.mark.soak
-def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+def test_a_killed_rank_is_named(tmp_path):
     done, seconds = _torchrun(tmp_path, "kill")
     assert done.returncode == exit_codes.LOST_PEER
     assert seconds < LONG

@@ -329,7 +329,7 @@ def judge(kind: str, config: Mapping[str, Any], name: str) -> str:
 
 @pytest.mark.slow_after(3)
 @pytest.mark.parametrize("kind", MODELS)
-def test_every_entry_of_config_json_is_honoured_or_refused_by_its_name(kind: str) -> None:
+def test_every_entry_of_config_json_is_honoured_or_refused_by_its_name(kind):
     config = written(kind)
     family, args = family_of(config)
     ours, weights = ours_of(family, args)

@@ -200,20 +200,20 @@ def written(page: Path, mark: str) -> re.Match[str]:
     return match
 
 
-def test_generated_parts_equal_the_code() -> None:
+def test_generated_parts_equal_the_code():
     for (page, mark), make in PARTS.items():
         assert written(page, mark)[2] == make(), "run: python scripts/generate.py"
     assert all(name in SPECS[family].flavors for family, names in WEIGHTS.items() for name in names)
 
 
-def test_the_examples_run() -> None:
+def test_the_examples_run():
     for page in (MODELS, WALK):
         examples = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
         assert len(examples) == 1
         exec(compile(examples[0], str(page), "exec"), {})
 
 
-def test_a_family_is_one_file_that_a_path_can_name() -> None:
+def test_a_family_is_one_file_that_a_path_can_name():
     spec = get_spec(f"{SHOWN}:SPEC")
     assert spec.name == "qwen3"
     assert spec.flavors.keys() == SPECS["qwen3"].flavors.keys()

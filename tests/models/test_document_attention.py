@@ -34,11 +34,11 @@ def numbers(lengths: list[list[int]]) -> Tensor:
     )
 
 
-def test_other_documents_need_no_other_graph() -> None:
+def test_other_documents_need_no_other_graph():
     model = built(VARIANTS["gqa"])
     count = 0
 
-    def backend(module: Any, inputs: Any) -> Any:
+    def backend(module, inputs):
         nonlocal count
         count += 1
         return module.forward
@@ -59,7 +59,7 @@ def apply(attention: SdpaAttention, leaves: list[Tensor], mask: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [SdpaAttention, SinkAttention])
-def test_nothing_of_the_sequence_squared_is_made(kind: type[SdpaAttention]) -> None:
+def test_nothing_of_the_sequence_squared_is_made(kind):
     leaves = [torch.randn(1, heads, 1024, 8, requires_grad=True) for heads in (4, 2, 2)]
     leaves += [torch.zeros(4, requires_grad=True)] * (kind is SinkAttention)
     sizes: list[int] = []
@@ -116,9 +116,7 @@ def inputs(kv_heads: int, sinks: bool, queries: int = 48) -> tuple[list[Tensor],
 @pytest.mark.parametrize(
     ("kind", "kv_heads"), [(SdpaAttention, 4), (SdpaAttention, 2), (SinkAttention, 2)]
 )
-def test_windows_and_documents_equal_the_formula(
-    kind: type[SdpaAttention], kv_heads: int, dtype: torch.dtype, within: float
-) -> None:
+def test_windows_and_documents_equal_the_formula(kind, kv_heads, dtype, within):
     given, upstream = inputs(kv_heads, kind is SinkAttention)
     given, upstream = [t.to(dtype) for t in given], upstream.to(dtype)
     for window in (None, 1, 7, 47, 100):
@@ -137,7 +135,7 @@ def test_windows_and_documents_equal_the_formula(
 
 
 @pytest.mark.parametrize("queries", [2, 47])
-def test_fewer_queries_than_keys_of_attention_with_sinks(queries: int) -> None:
+def test_fewer_queries_than_keys_of_attention_with_sinks(queries):
     """As ranks that share a sequence have them: their queries are the last ones."""
     given, upstream = inputs(2, True, queries)
     seen = seen_by(queries, 48, 24, None)
@@ -150,7 +148,7 @@ def test_fewer_queries_than_keys_of_attention_with_sinks(queries: int) -> None:
         assert all(relative(a, b) < 2e-6 for a, b in zip(found, wanted, strict=True)), attend
 
 
-def test_a_model_without_documents_is_refused() -> None:
+def test_a_model_without_documents_is_refused():
     spec = get_spec(f"{ROOT}/examples/tiny_gpt.py:SPEC")
     args = replace(next(iter(spec.flavors.values())), vocab_size=64)
     run: Any = SimpleNamespace(spec=spec, data=Data(mask_documents=True))

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from tests.support.reference import in_memory, in_our_names
 from titanlite.checkpoint.foreign_formats import open_weights
 from titanlite.contrib.evidence.traces import compare, trace_ours, trace_transformers
 from titanlite.models import SPECS, LlamaArgs, ShapeError, resolve_args
-from titanlite.models.args import as_record, from_record
+from titanlite.models.args import as_record
 from titanlite.models.argument_fields import deciding
 from titanlite.models.deepseek_v3 import DeepSeekV3Args
 from titanlite.models.gemma3 import Gemma3Args
@@ -33,6 +32,7 @@ from titanlite.models.olmo2 import Olmo2Args
 from titanlite.models.olmo3 import Olmo3Args
 from titanlite.models.qwen3 import Qwen3Args
 from titanlite.models.qwen3_moe import Blocks, Qwen3MoeArgs
+from titanlite.models.recorded_args import from_record
 from titanlite.models.rope_scaling import LinearScaling, RopeScaling, YarnScaling
 
 SMALL: dict[str, Any] = {
@@ -232,9 +232,7 @@ def _width(name: str, p: Tensor) -> int:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_modules_logits_and_gradients_equal_those_of_transformers(
-    variant: str, tmp_path: Path
-) -> None:
+def test_modules_logits_and_gradients_equal_those_of_transformers(variant, tmp_path):
     ours, theirs, family, args = pair(variant)
     tokens = tokens_of(args)
     balanced = getattr(args, "aux_loss", 0.0) > 0
@@ -256,7 +254,7 @@ def test_modules_logits_and_gradients_equal_those_of_transformers(
 
 @pytest.mark.parametrize("variant", ["gemma3", "llama4", "deepseek_v3"])
 @torch.no_grad()
-def test_documents_of_a_row_compute_what_each_computes_alone(variant: str) -> None:
+def test_documents_of_a_row_compute_what_each_computes_alone(variant):
     """One is longer than a window, a chunk and a floor of the temperature, and one is short."""
     ours, theirs, _, args = pair(variant)
     tokens = tokens_of(args)
@@ -271,7 +269,7 @@ def test_documents_of_a_row_compute_what_each_computes_alone(variant: str) -> No
     "variant",
     ["deepseek_v3", "deepseek_v3, as v2", "mixtral", "qwen3_moe, every second block"],
 )
-def test_files_of_transformers_there_and_back(variant: str, tmp_path: Path) -> None:
+def test_files_of_transformers_there_and_back(variant, tmp_path):
     ours, theirs, family, args = pair(variant)
     check_files(theirs, ours.state_dict(), SPECS[family], args, tmp_path)
 
@@ -280,8 +278,8 @@ def test_files_of_transformers_there_and_back(variant: str, tmp_path: Path) -> N
     "family", [name for name, spec in SPECS.items() if issubclass(spec.args_class, LlamaArgs)]
 )
 def test_each_flavor_has_as_many_parameters_as_in_transformers_and_its_config_json_describes_it(
-    family: str,
-) -> None:
+    family,
+):
     spec = SPECS[family]
     for flavor, published in spec.flavors.items():
         # Further blocks are alike; PUBLISHED counts whole models.
@@ -322,7 +320,7 @@ def test_each_flavor_has_as_many_parameters_as_in_transformers_and_its_config_js
         ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be positive, got 0"),
     ],
 )
-def test_another_config_json_is_refused(family: str, changes: dict[str, Any], words: str) -> None:
+def test_another_config_json_is_refused(family, changes, words):
     """Entries that `transformers` takes or ignores; test_config_fields.py has all others."""
     small = {"mistral": MISTRAL, "gemma3": GEMMA3, "llama4": LLAMA4, "deepseek_v3": V3}
     args = {**small, "olmo3": OLMO3}[family]
@@ -347,9 +345,7 @@ V2 = VARIANTS["deepseek_v3, as v2"][1]
         (LLAMA4, {"score": "softmax"}, "score is 'softmax'"),
     ],
 )
-def test_what_transformers_has_not_is_not_exported(
-    base: Any, changes: dict[str, Any], words: str
-) -> None:
+def test_what_transformers_has_not_is_not_exported(base, changes, words):
     spec = next(spec for spec in SPECS.values() if spec.args_class is type(base))
     for function in (spec.hf_config, spec.hf_names)[: 2 if "bias_update" in changes else 1]:
         function(base)
@@ -357,13 +353,13 @@ def test_what_transformers_has_not_is_not_exported(
             function(replace(base, **changes))
 
 
-def test_softmax_scores_with_biases_are_not_exported() -> None:
+def test_softmax_scores_with_biases_are_not_exported():
     spec, key = SPECS["deepseek_v3"], "checkpoint.last_save_in_hf"
     assert "has no biases of experts" in spec.why_not(spec.flavors["debugmodel"], key)
     assert not spec.why_not(V2, key) and not spec.why_not(V3, key)
 
 
-def test_epsilons_of_latents_and_of_the_last_norm_decide_logits() -> None:
+def test_epsilons_of_latents_and_of_the_last_norm_decide_logits():
     assert deciding(replace(V3, last_norm_eps=1e-6)) == deciding(V3)
     changed = {"latent_norm_eps": 1e-4, "last_norm_eps": 1e-5}
     assert deciding(replace(V3, **changed)) == {**deciding(V3), **changed}
@@ -386,7 +382,7 @@ def test_epsilons_of_latents_and_of_the_last_norm_decide_logits() -> None:
         ("qwen3_moe", {"dense_blocks": ["0"]}, "dense_blocks: expected a list of integers"),
     ],
 )
-def test_arguments_that_make_no_model(family: str, overrides: dict[str, Any], words: str) -> None:
+def test_arguments_that_make_no_model(family, overrides, words):
     with pytest.raises(ShapeError, match=words):
         resolve_args(family, "debugmodel", {"n_layers": 3, **overrides}, tokenizer_size=96)
 
@@ -415,7 +411,7 @@ OLDER = {
 
 @pytest.mark.parametrize("family", OLDER)
 @torch.no_grad()
-def test_a_config_json_of_transformers_4_describes_the_same_model(family: str) -> None:
+def test_a_config_json_of_transformers_4_describes_the_same_model(family):
     import transformers
 
     spec = SPECS[family]
@@ -433,7 +429,7 @@ def test_a_config_json_of_transformers_4_describes_the_same_model(family: str) -
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_gates_and_what_they_multiply_are_clamped_as_in_transformers() -> None:
+def test_gates_and_what_they_multiply_are_clamped_as_in_transformers():
     ours, theirs, _, args = pair("gpt_oss")
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
@@ -449,9 +445,7 @@ def test_gates_and_what_they_multiply_are_clamped_as_in_transformers() -> None:
         assert relative(parameter.grad, theirs.get_parameter(names[name]).grad) < 2e-5, name
 
 
-def test_blocks_for_further_tokens_are_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_blocks_for_further_tokens_are_left_out(tmp_path, caplog):
     from safetensors.torch import save_file
 
     spec = SPECS["deepseek_v3"]
@@ -474,7 +468,7 @@ def test_blocks_for_further_tokens_are_left_out(
     assert "multi-token prediction" in line
 
 
-def test_a_block_scales_rope_only_where_it_sees_all_tokens() -> None:
+def test_a_block_scales_rope_only_where_it_sees_all_tokens():
     args = SPECS["olmo3"].flavors["7B"]
     windows = [args.of_block(index).window for index in range(8)]
     assert windows == [4096, 4096, 4096, None] * 2

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.pool import Pools
 from tests.support.refusals import refusal
 from tests.support.tiny import KEPT_TOKENS
 from titanlite import build
@@ -123,7 +122,7 @@ def _train(world: DistEnv, out: str, *flags: str) -> int:
     return trainer.step
 
 
-def test_a_checkpoint_needs_the_folder_no_more(pool: Pools, tmp_path: Path) -> None:
+def test_a_checkpoint_needs_the_folder_no_more(pool, tmp_path):
     """Its run is resumed, checked and exported after the folder is gone; the config that it holds
     has the shape.
     """
@@ -150,7 +149,7 @@ def test_a_checkpoint_needs_the_folder_no_more(pool: Pools, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_check_takes_the_shape_and_needs_no_weights(tmp_path: Path, name: str) -> None:
+def test_the_check_takes_the_shape_and_needs_no_weights(tmp_path, name):
     folder = written(tmp_path / "source", name)
     config, run = check_config(of(name, folder), 1)
     args = run.model_args()
@@ -164,7 +163,7 @@ def test_the_check_takes_the_shape_and_needs_no_weights(tmp_path: Path, name: st
     assert again.model_args() == args
 
 
-def test_the_shape_alone_comes_from_hf_config_and_overrides_win(tmp_path: Path) -> None:
+def test_the_shape_alone_comes_from_hf_config_and_overrides_win(tmp_path):
     folder = written(tmp_path / "source", "llama3")
     flags = [*FLAGS, f"--model.hf_config={folder}"]
     for path in (folder, folder / "config.json"):
@@ -196,15 +195,13 @@ def test_the_shape_alone_comes_from_hf_config_and_overrides_win(tmp_path: Path) 
         (["--model.hf_config=./nowhere"], "model.hf_config", "gives no shape"),
     ],
 )
-def test_a_folder_that_gives_no_shape(
-    tmp_path: Path, flags: list[str], key: str, words: str
-) -> None:
+def test_a_folder_that_gives_no_shape(tmp_path, flags, key, words):
     found = refusal([*of("mixtral", written(tmp_path / "source", "mixtral")), *flags])
     assert found.key == key
     assert words in f"{found.message} {found.remedy}"
 
 
-def test_another_model_is_named_by_our_keys_before_anything_is_read(tmp_path: Path) -> None:
+def test_another_model_is_named_by_our_keys_before_anything_is_read(tmp_path):
     """The folder has no weights at all, so nothing else can tell."""
     folder = written(tmp_path / "source", "mixtral")
     changes = ("--model.overrides.n_experts=8", "--model.overrides.top_k=3")
@@ -221,9 +218,7 @@ def test_another_model_is_named_by_our_keys_before_anything_is_read(tmp_path: Pa
     check_config([*given, "--checkpoint.allow_changes=model"], 1)
 
 
-def test_another_model_is_told_with_its_remedy_and_another_family_by_its_name(
-    tmp_path: Path,
-) -> None:
+def test_another_model_is_told_with_its_remedy_and_another_family_by_its_name(tmp_path):
     config = SPECS["llama3"].hf_config(SPECS["llama3"].flavors["3.2-1B"])
     (tmp_path / "config.json").write_text(json.dumps(config))
     start = ["--checkpoint.enable_checkpoint", f"--checkpoint.initial_load_path={tmp_path}"]
@@ -234,9 +229,7 @@ def test_another_model_is_told_with_its_remedy_and_another_family_by_its_name(
     check_config([*start, "--model.flavor=3.2-1B", "--model.tokenizer_path=bundled"], 1)
 
 
-def test_a_vocabulary_of_the_tokenizers_is_compared_before_any_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vocabulary_of_the_tokenizers_is_compared_before_any_text(tmp_path, monkeypatch):
     shape = replace(SPECS["llama3"].flavors["debugmodel"], vocab_size=4096)
     (tmp_path / "config.json").write_text(json.dumps(SPECS["llama3"].hf_config(shape)))
     run = check_config(
@@ -250,7 +243,7 @@ def test_a_vocabulary_of_the_tokenizers_is_compared_before_any_text(
         read_datasets(run)
 
 
-def test_a_checkpoint_of_another_model_is_told_by_its_manifest(pool: Pools, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_told_by_its_manifest(pool, tmp_path):
     published(tmp_path / "source", "llama3")
     out = tmp_path / "out"
     pool(1).run(_train, str(out), *of("llama3", tmp_path / "source"), "--training.steps=1")
@@ -277,7 +270,7 @@ WRONG: tuple[Any, ...] = ("llama3", [], [[1]], {"a": 1}, None, True, 1.5, -1, 10
 
 
 @pytest.mark.parametrize("name", ["llama3", "llama4", "gemma3"])
-def test_an_entry_of_a_wrong_type_is_an_error_that_names_it(tmp_path: Path, name: str) -> None:
+def test_an_entry_of_a_wrong_type_is_an_error_that_names_it(tmp_path, name):
     """Of each entry, also in the table of the rotary positions: a model, or an error in words."""
     whole = {**SMALL, **FAMILIES[name]}
     more = ("rope_scaling", "rope_theta", "rope_parameters", "layer_types", "head_dim")

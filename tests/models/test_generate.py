@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.llamas import built
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.models.generate import Sampling, generate_ids, probabilities, text_after
@@ -17,16 +18,6 @@ ARGS = LlamaArgs(
 )
 PROMPTS = [[1, 5, 7, 9, 11, 13], [3], [20, 21, 22]]
 GREEDY = Sampling(temperature=0)
-
-
-def _model() -> nn.Module:
-    torch.manual_seed(0)
-    model = get_spec("llama3").build(ARGS)
-    for parameter in model.parameters():
-        nn.init.normal_(
-            parameter, mean=float(parameter.ndim == 1), std=0.3 if parameter.ndim == 2 else 0.1
-        )
-    return model
 
 
 def _rows(
@@ -41,10 +32,10 @@ def _rows(
     ]
 
 
-def test_greedy_tokens_equal_those_of_transformers() -> None:
+def test_greedy_tokens_equal_those_of_transformers():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    model = _model()
+    model = built(ARGS)
     spec = get_spec("llama3")
     found = _rows(model, max_tokens=32)
     assert len(set(found[0])) > 10
@@ -60,13 +51,13 @@ def test_greedy_tokens_equal_those_of_transformers() -> None:
         assert ids[0, len(prompt) :].tolist() == row
 
 
-def test_rows_end_at_stop_ids_and_at_the_limit() -> None:
-    model = _model()
+def test_rows_end_at_stop_ids_and_at_the_limit():
+    model = built(ARGS)
     whole = _rows(model)
-    stop = whole[0][5]
+    stop = whole[0][2]
     ended = _rows(model, stop_ids={stop})
     assert ended == [row[: row.index(stop) + 1] if stop in row else row for row in whole]
-    assert ended[0] == whole[0][:6]
+    assert ended[0] == whole[0][:3]
     assert [len(row) for row in _rows(model, limit=20)] == [14, 19, 17]
     assert max(max(row) for row in _rows(model, vocab=40)) < 40
 
@@ -78,9 +69,7 @@ LOGITS = torch.tensor([[1.0, 3.0, 2.0, 3.5, -1.0, 2.5]])
     ("temperature", "top_k", "top_p"),
     [(1.0, 0, 1.0), (0.4, 3, 1.0), (1.0, 0, 0.7), (0.4, 4, 0.9), (1.0, 0, 0.01)],
 )
-def test_distributions_equal_those_of_transformers(
-    temperature: float, top_k: int, top_p: float
-) -> None:
+def test_distributions_equal_those_of_transformers(temperature, top_k, top_p):
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     scores = TemperatureLogitsWarper(temperature)(None, LOGITS)
@@ -91,15 +80,15 @@ def test_distributions_equal_those_of_transformers(
     assert (found > 0).equal(scores > -torch.inf)
 
 
-def test_tokens_are_drawn_with_these_probabilities_and_seeds_reproduce() -> None:
+def test_tokens_are_drawn_with_these_probabilities_and_seeds_reproduce():
     class Fixed(nn.Module):
         """The same logits for every token."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.logits = nn.Parameter(LOGITS[0])
 
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        def forward(self, tokens):
             return self.logits.expand(*tokens.shape, -1)
 
     sampling = Sampling(0.8, 4, 0.95, seed=3)
@@ -119,7 +108,7 @@ def test_tokens_are_drawn_with_these_probabilities_and_seeds_reproduce() -> None
 
 
 @pytest.mark.parametrize("path", [BUNDLED_TOKENIZER, BUNDLED_SENTENCEPIECE])
-def test_the_text_of_ids_keeps_its_first_space(path: object) -> None:
+def test_the_text_of_ids_keeps_its_first_space(path):
     tokenizer = load_tokenizer(str(path))
     before = "A text,"
     text = " naïve 日本語 🦙🦙 and  so\n\n on – to its end"

@@ -37,9 +37,7 @@ TIED = {"gemma", "opt", "gpt2"}
     ],
     ids=str,
 )
-def test_gradients_on_two_ranks_are_those_of_transformers(
-    pool: Pools, tmp_path: Path, family: str, keys: dict[str, Any]
-) -> None:
+def test_gradients_on_two_ranks_are_those_of_transformers(pool, tmp_path, family, keys):
     found = pool(2).run(on_ranks, flags_of(tmp_path, family, **keys), False)[0]
     expected = alone(family, found.weights, False)
     # OPT's biases of keys have no gradient but rounding.
@@ -50,14 +48,14 @@ def test_gradients_on_two_ranks_are_those_of_transformers(
 
 
 @pytest.mark.slow
-def test_its_linears_may_be_in_float8(pool: Pools, tmp_path: Path) -> None:
+def test_its_linears_may_be_in_float8(pool, tmp_path):
     on = {"float8__enable_float8_linear": "true", "float8__emulate": "true"}
     found = pool(2).run(on_ranks, flags_of(tmp_path, "llama", **on), False)[0]
     expected = alone("llama", found.weights, False)
     assert 1e-6 < abs(found.loss / expected.loss - 1) < 2e-2
 
 
-def test_recomputed_dropout_draws_the_same_numbers(pool: Pools, tmp_path: Path) -> None:
+def test_recomputed_dropout_draws_the_same_numbers(pool, tmp_path):
     """OPT's dropout is a number that it hands to a function, not a module."""
     (tmp_path / "config.json").write_text(json.dumps({**content("opt"), "dropout": 0.3}))
     rows = []
@@ -71,7 +69,7 @@ def test_recomputed_dropout_draws_the_same_numbers(pool: Pools, tmp_path: Path) 
     assert rows[1] == rows[0]
 
 
-def test_a_llama_is_the_same_model_by_both_names() -> None:
+def test_a_llama_is_the_same_model_by_both_names():
     args = VARIANTS["all"]
     ours = built(args)
     llama = get_spec("llama3")
@@ -85,7 +83,7 @@ def test_a_llama_is_the_same_model_by_both_names() -> None:
     assert sorted(SPEC.hf_names(theirs)) == sorted(llama.hf_names(args).values())
 
 
-def test_the_files_of_save_pretrained_have_its_names_and_its_config(tmp_path: Path) -> None:
+def test_the_files_of_save_pretrained_have_its_names_and_its_config(tmp_path):
     from safetensors import safe_open
 
     args = args_from_hf(content("gpt2"))
@@ -99,7 +97,7 @@ def test_the_files_of_save_pretrained_have_its_names_and_its_config(tmp_path: Pa
         assert one.skeleton.rules == args.skeleton.rules
 
 
-def test_rules_are_those_of_the_model_itself() -> None:
+def test_rules_are_those_of_the_model_itself():
     rule = SPEC.init_rule
     gpt2 = args_from_hf(content("gpt2"))
     assert rule("transformer.h.1.mlp.c_proj.weight", gpt2) == Init(
@@ -143,9 +141,7 @@ MODEL = "model.hf_config"
     ],
     ids=str,
 )
-def test_config_check_names_what_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, flags: list[str], key: str, words: str
-) -> None:
+def test_config_check_names_what_is_wrong(monkeypatch, flags, key, words):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError) as caught:
         check_config([f"--job.config_file={TOML}", *flags], 2, training=False)
@@ -157,7 +153,7 @@ def test_config_check_names_what_is_wrong(
 WIDTHS = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 
 
-def test_an_encoder_is_refused_and_a_decoder_of_its_kind_sees_no_later_token() -> None:
+def test_an_encoder_is_refused_and_a_decoder_of_its_kind_sees_no_later_token():
     bert = {"model_type": "bert", "vocab_size": 64, **WIDTHS}
     with pytest.raises(
         ShapeError, match="sees those after it.*set model.overrides.is_decoder = true"
@@ -181,14 +177,14 @@ def test_an_encoder_is_refused_and_a_decoder_of_its_kind_sees_no_later_token() -
     ],
     ids=str,
 )
-def test_blocks_that_ranks_skip_at_random_are_refused(content: dict[str, Any], entry: str) -> None:
+def test_blocks_that_ranks_skip_at_random_are_refused(content, entry):
     content = {**content, "vocab_size": 64}
     with pytest.raises(ShapeError, match=f"set model.overrides.{entry} = 0.0"):
         args_from_hf(content)
     args_from_hf(content, {entry: 0.0})
 
 
-def test_other_models_and_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_models_and_a_missing_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(
         ShapeError, match=r"needs the package transformers.*pip install 'titanlite\[hf\]'"
@@ -230,9 +226,7 @@ def check(pool: Pools, folder: Path, kind: str, **keys: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text"])
-def test_chunks_and_document_masks_on_two_ranks_are_exact(
-    pool: Pools, tmp_path: Path, kind: str
-) -> None:
+def test_chunks_and_document_masks_on_two_ranks_are_exact(pool, tmp_path, kind):
     check(pool, tmp_path, kind, **MASKS, **CHUNKS)
 
 
@@ -279,9 +273,7 @@ def test_chunks_and_document_masks_on_two_ranks_are_exact(
     ],
     ids=str,
 )
-def test_a_model_that_cannot_do_it_says_why(
-    tmp_path: Path, content: dict[str, Any], key: str, words: str
-) -> None:
+def test_a_model_that_cannot_do_it_says_why(tmp_path, content, key, words):
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, **content}))
     values = {"training.loss_chunks": "3", "data.mask_documents": "true"}
     value = "op" if "option" in key else values.get(key, "4")
@@ -301,5 +293,5 @@ BY_OP = {
 
 
 @pytest.mark.slow
-def test_compiled_blocks_are_exact(pool: Pools, tmp_path: Path) -> None:
+def test_compiled_blocks_are_exact(pool, tmp_path):
     check(pool, tmp_path, "gpt_neox", training__compile="true", **MASKS, **BY_OP)

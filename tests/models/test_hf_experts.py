@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from tests.support.hf_compare import (
     flags_of,
     on_ranks,
 )
-from tests.support.pool import Pools
 from tests.support.steps import train_rows
 from tests.support.tiny import KEPT_TOKENS
 from titanlite.checkpoint.errors import CheckpointError
@@ -62,9 +60,7 @@ def content(kind: str, **entries: Any) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_gradients_are_those_of_transformers_on_one_rank(
-    pool: Pools, tmp_path: Path, kind: str, ranks: int, keys: dict[str, Any]
-) -> None:
+def test_gradients_are_those_of_transformers_on_one_rank(pool, tmp_path, kind, ranks, keys):
     results = pool(ranks).run(on_ranks, flags_of(tmp_path, kind, **keys), False)
     expected = alone(kind, results[0].weights, False)
     assert max(differences(results[0], expected).values()) < NEAR
@@ -73,7 +69,7 @@ def test_gradients_are_those_of_transformers_on_one_rank(
 # Numbers of a model
 
 
-def test_a_token_counts_the_experts_that_it_uses() -> None:
+def test_a_token_counts_the_experts_that_it_uses():
     args = args_from_hf(content("deepseek_v3"))
     mixture = 3 * 64 * 32
     (layer,) = args.skeleton.moe_layers.items()
@@ -84,7 +80,7 @@ def test_a_token_counts_the_experts_that_it_uses() -> None:
     assert "model.layers.1.mlp.gate" not in SPEC.linears(args)  # type: ignore[misc]
 
 
-def test_a_built_model_leaves_the_facts_of_its_config_alone() -> None:
+def test_a_built_model_leaves_the_facts_of_its_config_alone():
     """A config that models shared had the products of the last one."""
     args = args_from_hf(content("mixtral"))
     with torch.device("meta"):
@@ -114,7 +110,7 @@ def reference(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_the_files_of_save_pretrained_are_read_bit_for_bit(tmp_path: Path, kind: str) -> None:
+def test_the_files_of_save_pretrained_are_read_bit_for_bit(tmp_path, kind):
     model = reference(kind)
     model.save_pretrained(tmp_path)
     args = args_from_hf(json.loads((tmp_path / "config.json").read_text()))
@@ -144,9 +140,7 @@ _EXPERT = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
     ],
     ids=["another shape", "the stack too"],
 )
-def test_tensors_that_do_not_fit_together_are_refused(
-    tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str
-) -> None:
+def test_tensors_that_do_not_fit_together_are_refused(tmp_path, change, message):
     from safetensors.torch import load_file, save_file
 
     reference("mixtral").save_pretrained(tmp_path)
@@ -158,7 +152,7 @@ def test_tensors_that_do_not_fit_together_are_refused(
         open_hf(tmp_path, SPEC, args_from_hf(content("mixtral")))
 
 
-def test_an_override_wins_over_the_other_name_of_its_entry() -> None:
+def test_an_override_wins_over_the_other_name_of_its_entry():
     found = content("qwen3_moe")
     found["num_local_experts"] = found.pop("num_experts", 8)
     args = args_from_hf(found, {"num_experts": 4, "num_experts_per_tok": 2})
@@ -194,9 +188,7 @@ def _rows(world: DistEnv, folder: Path, flags: list[str]) -> list[tuple[float, f
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_two_ranks_resumes_exactly_and_on_other_ranks(
-    pool: Pools, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_two_ranks_resumes_exactly_and_on_other_ranks(pool, tmp_path):
     kind = "gpt_oss"
     folders = {}
     for name in ("straight", "resumed", "four"):
@@ -216,7 +208,7 @@ def test_a_checkpoint_of_two_ranks_resumes_exactly_and_on_other_ranks(
         assert [number for row in rows for number in row] == pytest.approx(expected, rel=2e-5)
 
 
-def test_an_export_of_two_ranks_is_what_transformers_loads(pool: Pools, tmp_path: Path) -> None:
+def test_an_export_of_two_ranks_is_what_transformers_loads(pool, tmp_path):
     from transformers import AutoModelForCausalLM
 
     exports = []
@@ -254,9 +246,7 @@ def test_an_export_of_two_ranks_is_what_transformers_loads(pool: Pools, tmp_path
         ("gpt_oss", {"num_experts_per_tok": 99}, "does not run on tensors"),
     ],
 )
-def test_experts_that_cannot_be_computed_are_refused(
-    kind: str, entries: dict[str, Any], words: str
-) -> None:
+def test_experts_that_cannot_be_computed_are_refused(kind, entries, words):
     given = {**MIXTURES.get(kind, ARCHITECTURES["llama"]), "vocab_size": 192, **entries}
     with pytest.raises(ShapeError, match=words):
         args_from_hf({"model_type": kind, **given})

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tests.models.test_from_folder import FLAGS
 from tests.support.hf_compare import whole
-from tests.support.pool import Pools
 from tests.support.reference import in_our_names
 from titanlite import build
 from titanlite.checkpoint.errors import CheckpointError
@@ -97,9 +96,7 @@ def text_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def test_the_text_part_is_read_and_a_line_tells_what_is_left_out(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_text_part_is_read_and_a_line_tells_what_is_left_out(folder, caplog):
     files = stored(folder)
     others = [name for name in files if not name.startswith("language_model.")]
     with caplog.at_level("INFO"):
@@ -115,9 +112,7 @@ def test_the_text_part_is_read_and_a_line_tells_what_is_left_out(
         assert torch.equal(weights.read(ours), files[f"language_model.{theirs}"]), ours
 
 
-def test_an_export_is_the_text_model_alone_bit_for_bit(
-    model: Any, folder: Path, tmp_path: Path
-) -> None:
+def test_an_export_is_the_text_model_alone_bit_for_bit(model, folder, tmp_path):
     import transformers
 
     convert(folder, tmp_path / "text", "hf")
@@ -153,9 +148,7 @@ def _loaded(world: DistEnv, *flags: str) -> dict[str, Tensor]:
     return {"logits": logits, **state}
 
 
-def test_a_run_takes_shape_and_weights_from_the_folder(
-    pool: Pools, tmp_path: Path, model: Any, folder: Path
-) -> None:
+def test_a_run_takes_shape_and_weights_from_the_folder(pool, tmp_path, model, folder):
     flags = [*FLAGS, "--model.name=llama4", f"--checkpoint.initial_load_path={folder}"]
     flags += [f"--job.dump_folder={tmp_path}", "--training.global_batch_size=4"]
     for found in pool(2).run(_loaded, *flags):
@@ -174,7 +167,7 @@ def read(folder: Path) -> dict[str, Any]:
     return content
 
 
-def test_another_text_part_is_refused(folder: Path) -> None:
+def test_another_text_part_is_refused(folder):
     content = read(folder)
     other = {**content["text_config"], "model_type": "llama"}
     for text, words in ((None, "text_config is None, expected a table"), (other, "'llama4_text'")):
@@ -182,7 +175,7 @@ def test_another_text_part_is_refused(folder: Path) -> None:
             SPEC.args_from_hf({**content, "text_config": text})
 
 
-def test_a_tensor_that_is_there_twice_is_an_error(folder: Path, tmp_path: Path) -> None:
+def test_a_tensor_that_is_there_twice_is_an_error(folder, tmp_path):
     files = stored(folder)
     files["model.norm.weight"] = files["language_model.model.norm.weight"].clone()
     save_file(files, tmp_path / "model.safetensors")

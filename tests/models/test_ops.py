@@ -38,7 +38,7 @@ def norms(dtype: torch.dtype) -> tuple[nn.RMSNorm, nn.RMSNorm]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_mul_is_silu_times(dtype: torch.dtype) -> None:
+def test_silu_mul_is_silu_times(dtype):
     gate, x = (torch.randn(3, 7, 48).to(dtype) * 3 for _ in range(2))
     ours = gradients(silu_mul, gate, x)
     theirs = gradients(lambda g, t: F.silu(g) * t, gate, x)
@@ -47,7 +47,7 @@ def test_silu_mul_is_silu_times(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_norm_is_torchs(dtype: torch.dtype) -> None:
+def test_the_norm_is_torchs(dtype):
     ours, theirs = norms(dtype)
     x = torch.randn(3, 7, 48).to(dtype) * 3 + 1
     (out, grad), (expected, expected_grad) = gradients(ours, x), gradients(theirs, x)
@@ -60,7 +60,7 @@ def test_the_norm_is_torchs(dtype: torch.dtype) -> None:
         assert (mine.float() - other.float()).norm() / other.float().norm() < tolerance
 
 
-def test_one_plus_weight_is_computed_in_fp32() -> None:
+def test_one_plus_weight_is_computed_in_fp32():
     """A weight of 1 / 1000 is kept in bf16, and 1 + 1 / 1000 is not."""
     norm = OffsetRMSNorm(64, 1e-6).to(torch.bfloat16)
     nn.init.constant_(norm.weight, 1e-3)
@@ -74,7 +74,7 @@ def test_one_plus_weight_is_computed_in_fp32() -> None:
     assert not found.equal(rounded.to(torch.bfloat16))
 
 
-def test_rope_in_a_bf16_model_differs_from_fp32_only_by_the_rounding_of_its_inputs() -> None:
+def test_rope_in_a_bf16_model_differs_from_fp32_only_by_the_rounding_of_its_inputs():
     rope = Rope(16, 4096, 5e5, None).to(torch.bfloat16)
     assert (rope.cos.dtype, rope.sin.dtype) == (torch.float32, torch.float32)
     assert torch.equal(rope.cos, Rope(16, 4096, 5e5, None).cos)
@@ -87,7 +87,7 @@ def test_rope_in_a_bf16_model_differs_from_fp32_only_by_the_rounding_of_its_inpu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_rotation_of_eager_cuda_is_the_formula(dtype: torch.dtype) -> None:
+def test_the_rotation_of_eager_cuda_is_the_formula(dtype):
     rotation = Rope(16, 512, 5e5, None)(512)
     x = torch.randn(2, 512, 3, 16).to(dtype)
     ours = gradients(lambda t: _Rotate.apply(t, rotation.cos, rotation.sin), x)
@@ -98,14 +98,14 @@ def test_the_rotation_of_eager_cuda_is_the_formula(dtype: torch.dtype) -> None:
         torch.testing.assert_close(mine, expected, **near)
 
 
-def test_a_sequence_longer_than_the_tables_is_refused() -> None:
+def test_a_sequence_longer_than_the_tables_is_refused():
     with pytest.raises(
         ValueError, match=r"129 tokens is longer than the model's RoPE tables \(128\)"
     ):
         built(SMALL)(torch.zeros(1, 129, dtype=torch.int64))
 
 
-def test_names_are_frozen_and_no_table_is_in_a_checkpoint() -> None:
+def test_names_are_frozen_and_no_table_is_in_a_checkpoint():
     block = [
         "attention.wq.weight",
         "attention.wk.weight",

@@ -52,7 +52,7 @@ COUNTS: dict[tuple[str, str], tuple[int, ...]] = {
 }
 
 
-def test_counts() -> None:
+def test_counts():
     for (family, flavor), expected in COUNTS.items():
         args = SPECS[family].flavors[flavor]
         found = SPECS[family].count_parameters(args), count_active_parameters(args)
@@ -73,7 +73,7 @@ def test_counts() -> None:
         ),
     ],
 )
-def test_flops_per_token(family: str, flavor: str, seq_len: int, flops: int) -> None:
+def test_flops_per_token(family, flavor, seq_len, flops):
     assert SPECS[family].flops_per_token(resolve_args(family, flavor), seq_len) == flops
 
 
@@ -87,8 +87,8 @@ def test_flops_per_token(family: str, flavor: str, seq_len: int, flops: int) -> 
     ],
 )
 def test_attention_outside_windows_and_chunks_costs_nothing(  # noqa: PLR0913
-    family: str, flavor: str, changes: dict[str, Any], seq_len: int, layers: int, length: int
-) -> None:
+    family, flavor, changes, seq_len, layers, length
+):
     spec, args = SPECS[family], SPECS[family].flavors[flavor]
     whole = spec.flops_per_token(replace(args, **changes), seq_len)
     assert whole - spec.flops_per_token(args, seq_len) == layers * 12 * args.dim * length
@@ -279,9 +279,7 @@ def text_part(entries: dict[str, Any]) -> dict[str, Any]:
         ("llama4", "17Bx128E", text_part(MAVERICK), {}),
     ],
 )
-def test_a_published_config_json_is_the_flavor(
-    family: str, flavor: str, config: dict[str, Any], changes: dict[str, Any]
-) -> None:
+def test_a_published_config_json_is_the_flavor(family, flavor, config, changes):
     text = config.get("text_config", config)
     wanted = replace(
         SPECS[family].flavors[flavor], max_seq_len=text["max_position_embeddings"], **changes
@@ -304,7 +302,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize(("family", "flavor"), PUBLISHED)
-def test_published_shapes_and_exact_counts(family: str, flavor: str) -> None:
+def test_published_shapes_and_exact_counts(family, flavor):
     args = resolve_args(family, flavor)
     shape = (args.dim, args.n_layers, args.n_heads, args.kv_heads, args.ffn_width, args.n_vocab)
     assert (*shape, count_parameters(args)) == PUBLISHED[family, flavor]
@@ -313,7 +311,7 @@ def test_published_shapes_and_exact_counts(family: str, flavor: str) -> None:
     assert args.tied is (flavor in ("3.2-1B", "3.2-3B"))
 
 
-def test_rope_scaling_belongs_to_3_1_and_3_2_only() -> None:
+def test_rope_scaling_belongs_to_3_1_and_3_2_only():
     for flavor, args in LLAMA3.flavors.items():
         factor = (
             8.0 if flavor.startswith("3.1") or flavor == "405B" else 32.0 if args.tied else None
@@ -322,13 +320,13 @@ def test_rope_scaling_belongs_to_3_1_and_3_2_only() -> None:
     assert all(a.rope_scaling is None for a in LLAMA2.flavors.values())
 
 
-def test_flops_per_token_of_published_logs() -> None:
+def test_flops_per_token_of_published_logs():
     mfu = 6785 * flops_per_token(resolve_args("llama3", "8B"), 8192) / 989e12
     assert f"{mfu:.2%}" == "39.73%"
 
 
-def test_a_derived_width_follows_an_override() -> None:
-    def width(**overrides: object) -> int:
+def test_a_derived_width_follows_an_override():
+    def width(**overrides):
         return resolve_args("llama3", "8B", overrides).ffn_width
 
     assert width() == 14336
@@ -341,7 +339,7 @@ def test_a_derived_width_follows_an_override() -> None:
     assert (own.n_heads, own.head_dim, own.dim % own.n_heads) == (32, 128, 16)
 
 
-def test_rope_scaling_as_a_toml_file_may_say_it() -> None:
+def test_rope_scaling_as_a_toml_file_may_say_it():
     full = {"factor": 4.0, "low_freq_factor": 2.0, "original_context": 1024}
     section = Model(
         flavor="8B",
@@ -381,9 +379,7 @@ def test_rope_scaling_as_a_toml_file_may_say_it() -> None:
         ),
     ],
 )
-def test_numbers_that_make_no_decoder_are_refused(
-    overrides: dict[str, object], field: str, words: str
-) -> None:
+def test_numbers_that_make_no_decoder_are_refused(overrides, field, words):
     with pytest.raises(ShapeError) as error:
         resolve_args("llama3", "debugmodel", overrides, tokenizer_size=512, max_seq_len=64)
     (problem,) = error.value.problems
@@ -391,7 +387,7 @@ def test_numbers_that_make_no_decoder_are_refused(
     assert words in str(error.value)
 
 
-def test_the_vocabulary_is_the_flavors_own_or_the_tokenizers() -> None:
+def test_the_vocabulary_is_the_flavors_own_or_the_tokenizers():
     assert resolve_args("llama3", "debugmodel", tokenizer_size=2048).n_vocab == 2048
     assert resolve_args("llama3", "8B", tokenizer_size=2048).n_vocab == 128256
     assert resolve_args("llama3", "8B", vocab_size=2048, tokenizer_size=2048).n_vocab == 2048

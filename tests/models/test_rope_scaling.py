@@ -12,7 +12,8 @@ import torch
 
 from tests.support.refusals import refusal
 from titanlite.models import LlamaArgs, RopeScaling, get_spec
-from titanlite.models.args import as_record, from_record, resolve_args
+from titanlite.models.args import as_record, resolve_args
+from titanlite.models.recorded_args import from_record
 from titanlite.models.rope import Rope
 from titanlite.models.rope_scaling import Scaling
 from titanlite.models.spec import ShapeError
@@ -36,7 +37,7 @@ def args_of(name: str, base: LlamaArgs = ARGS) -> LlamaArgs:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_tables_are_those_of_transformers_bit_for_bit(name: str) -> None:
+def test_tables_are_those_of_transformers_bit_for_bit(name):
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -56,7 +57,7 @@ def test_tables_are_those_of_transformers_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_config_json_of_either_version_gives_the_scaling_back(name: str) -> None:
+def test_a_config_json_of_either_version_gives_the_scaling_back(name):
     from transformers import LlamaConfig
 
     spec = get_spec("llama3")
@@ -88,13 +89,13 @@ def test_a_config_json_of_either_version_gives_the_scaling_back(name: str) -> No
         ({"rope_parameters": {**YARN, "finetuned": True, "beta_fast": None}}, YARN),
     ],
 )
-def test_other_forms_of_config_json(changes: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_other_forms_of_config_json(changes, expected):
     spec = get_spec("llama3")
     args = spec.args_from_hf({**spec.hf_config(ARGS), **changes})
     assert args.rope_scaling == Scaling.parse(expected)
 
 
-def test_a_scaling_of_llama_3_is_recorded_as_before() -> None:
+def test_a_scaling_of_llama_3_is_recorded_as_before():
     """Fingerprints of checkpoints are made of it."""
     assert asdict(RopeScaling(8.0)) == {
         "factor": 8.0,
@@ -127,7 +128,7 @@ def test_a_scaling_of_llama_3_is_recorded_as_before() -> None:
         ),
     ],
 )
-def test_wrong_tables_are_refused_by_key(table: dict[str, Any], field: str, words: str) -> None:
+def test_wrong_tables_are_refused_by_key(table, field, words):
     with pytest.raises(ShapeError) as error:
         resolve_args("llama3", "debugmodel", {"rope_scaling": table}, tokenizer_size=512)
     (problem,) = error.value.problems
@@ -139,7 +140,7 @@ def _flags(table: str, *more: str) -> list[str]:
     return ["--job.config_file=debug_model.toml", f"--model.rope_scaling={table}", *more]
 
 
-def test_a_config_that_cannot_be_exact_is_refused_before_any_work() -> None:
+def test_a_config_that_cannot_be_exact_is_refused_before_any_work():
     yarn = '{rope_type = "yarn", factor = 4, original_max_position_embeddings = 64}'
     found = refusal(_flags(yarn, "--training.seq_len=512"))
     assert found.key == "model.rope_scaling.factor"

@@ -52,7 +52,7 @@ def make_moe(args: Args) -> MoE:
 
 
 @pytest.mark.parametrize("args", [ARGS, DEEPSEEK], ids=["softmax", "sigmoid"])
-def test_losses_by_hand_and_what_a_layer_records(args: Args) -> None:
+def test_losses_by_hand_and_what_a_layer_records(args):
     """Sigmoids count as shares of a token, as probabilities are."""
     moe = make_moe(replace(args, n_layers=1, aux_loss=0.5, z_loss=0.1))
     moe.record = torch.zeros(8 + 3, dtype=torch.float64)
@@ -80,7 +80,7 @@ def test_losses_by_hand_and_what_a_layer_records(args: Args) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "llama4"])
-def test_the_weights_of_all_layers_sum_to_the_arguments(family: str) -> None:
+def test_the_weights_of_all_layers_sum_to_the_arguments(family):
     spec = SPECS[family]
     changes: dict[str, Any] = {"n_layers": 6, "aux_loss": 0.3, "z_loss": 0.1}
     changes |= {"sparse_step": 2, "n_dense_layers": 2, "dense_blocks": [1], "nope_every": 3}
@@ -112,16 +112,16 @@ def test_the_weights_of_all_layers_sum_to_the_arguments(family: str) -> None:
         ({"expert_width": 20}, "expert_width = 20 is not a multiple of 8"),
     ],
 )
-def test_misfits(changes: dict[str, Any], words: str) -> None:
+def test_misfits(changes, words):
     with pytest.raises(ShapeError, match=words):
         replace(ARGS, **changes)
 
 
-def test_one_expert_of_each_token_may_be_scaled() -> None:
+def test_one_expert_of_each_token_may_be_scaled():
     assert replace(ARGS, top_k=1, score="sigmoid", norm_topk=False).top_k == 1
 
 
-def test_an_expert_without_rows_has_no_gradient_and_harms_no_other() -> None:
+def test_an_expert_without_rows_has_no_gradient_and_harms_no_other():
     args = replace(SPECS["gpt_oss"].flavors["debugmodel"], dim=32, ffn_dim=48, n_experts=5, top_k=3)
     moe = GptOssMoE(args)
     with torch.no_grad():

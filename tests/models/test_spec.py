@@ -13,17 +13,18 @@ import pytest
 from titanlite.assembly.fingerprints import weights_fingerprints
 from titanlite.config.model_sections import Model, Optimizer
 from titanlite.models import Init, LlamaArgs, ShapeError, get_spec, resolve_args
-from titanlite.models.args import as_record, from_record, missing_fields
+from titanlite.models.args import as_record, missing_fields
 from titanlite.models.argument_fields import argument, deciding
 from titanlite.models.llama import decoder_spec
 from titanlite.models.llama_hf import ENTRIES, NAMES, Entry, HFTable
+from titanlite.models.recorded_args import from_record
 from titanlite.optim.groups import parameter_groups
 
 ARGS = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=96)
 TIED = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=96, tied=True)
 
 
-def test_initial_distribution_of_every_kind_of_parameter() -> None:
+def test_initial_distribution_of_every_kind_of_parameter():
     rule = get_spec("llama3").init_rule
     assert rule("tok_embeddings.weight", ARGS) == Init("normal", std=1.0)
     assert rule("output.weight", ARGS) == Init("trunc_normal", std=0.125, bound=0.375)
@@ -55,12 +56,12 @@ def test_initial_distribution_of_every_kind_of_parameter() -> None:
         "layers.0.attention.w1x.weight",
     ],
 )
-def test_a_name_without_a_rule_raises(name: str) -> None:
+def test_a_name_without_a_rule_raises(name):
     with pytest.raises(KeyError, match="no initialisation is known"):
         get_spec("llama3").init_rule(name, ARGS)
 
 
-def test_biases_and_sinks_begin_at_zero_and_have_no_decay() -> None:
+def test_biases_and_sinks_begin_at_zero_and_have_no_decay():
     spec = get_spec("gpt_oss")
     args = replace(spec.flavors["debugmodel"], n_layers=2, vocab_size=96)
     model = spec.build_on_meta(args)
@@ -114,13 +115,13 @@ TUNED = decoder_spec("tuned", {"debugmodel": TunedArgs(64, 2, 4, vocab_size=96)}
 TUNED_NAME = f"{__name__}:TUNED"
 
 
-def test_a_new_argument_is_declared_in_one_place() -> None:
+def test_a_new_argument_is_declared_in_one_place():
     tokenizer: Any = SimpleNamespace(fingerprint="")
 
-    def changed(name: str = TUNED_NAME, **changes: Any) -> Any:
+    def changed(name=TUNED_NAME, **changes):
         return resolve_args(name, "debugmodel", changes, tokenizer_size=96)
 
-    def told(args: Any, name: str = TUNED_NAME) -> tuple[bool, bool]:
+    def told(args, name=TUNED_NAME):
         """Whether checkpoints are of another model, and whether weights of others are."""
         both = changed(name), args
         resumed = [weights_fingerprints(name, one, tokenizer)["model"] for one in both]
@@ -154,7 +155,7 @@ class EarlierArgs(LlamaArgs):
     narrow_width = 32
 
 
-def test_an_argument_that_came_later_has_its_default_in_older_models_and_in_files() -> None:
+def test_an_argument_that_came_later_has_its_default_in_older_models_and_in_files():
     tokenizer: Any = SimpleNamespace(fingerprint="")
     older, newer = EarlierArgs(64, 2, 4, vocab_size=96), TUNED.flavors["debugmodel"]
     prints = [weights_fingerprints(TUNED_NAME, one, tokenizer) for one in (older, newer)]
@@ -182,7 +183,7 @@ class RoutedArgs:
     aux_loss: float = 0.01
 
 
-def test_checkpoints_of_0_2_0_with_arguments_of_a_user_are_resumed() -> None:
+def test_checkpoints_of_0_2_0_with_arguments_of_a_user_are_resumed():
     tokenizer: Any = SimpleNamespace(fingerprint="")
     found = weights_fingerprints("mine.py:SPEC", RoutedArgs(), tokenizer)
     shape = b'{"dim": 8, "model": "mine.py:SPEC"}'

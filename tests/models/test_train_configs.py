@@ -49,7 +49,7 @@ def resolved(path: Path, ranks: int) -> RunConfig:
     return run
 
 
-def test_there_is_one_file_for_each_size_and_the_debug_model() -> None:
+def test_there_is_one_file_for_each_size_and_the_debug_model():
     assert set(SIZES) | {"debug_model"} <= {path.stem for path in FOLDER.glob("*.toml")}
 
 
@@ -66,7 +66,7 @@ def described(name: str) -> tuple[RunConfig, LlamaArgs, str]:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_a_files_name_model_and_stated_numbers_agree(name: str) -> None:
+def test_a_files_name_model_and_stated_numbers_agree(name):
     run, args, comments = described(name)
     assert (run.model.name, run.model.flavor) == SIZES[name]
     assert run.job.dump_folder == f"./outputs/{name}"
@@ -81,7 +81,7 @@ def test_a_files_name_model_and_stated_numbers_agree(name: str) -> None:
 @pytest.mark.parametrize(
     "name", sorted(path.stem for path in FOLDER.glob("*.toml") if "debug" not in path.stem)
 )
-def test_a_large_model_keeps_few_checkpoints(name: str) -> None:
+def test_a_large_model_keeps_few_checkpoints(name):
     """All saves of a 70B would take 77 TiB of disk.
 
     The newest stay, and about ten over the whole run.

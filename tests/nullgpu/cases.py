@@ -60,6 +60,9 @@ EVERY = "activation_checkpoint.mode=selective activation_checkpoint.selective_ac
 OP = f"{EVERY}op "
 FLOAT8 = COMPILE + "float8.enable_float8_linear "
 GATHERED = FLOAT8 + "float8.enable_fsdp_float8_all_gather "
+PRECOMPUTED = "float8.precompute_float8_dynamic_scale_for_fsdp "
+#: The file and the GPU of benchmarks/gpu.py.
+H200 = {"config": "llama3_8b_h200", "gpu": "h200-141g"}
 TP_2 = "training.tensor_parallel_degree=2 "
 TP_8 = "training.tensor_parallel_degree=8 "
 PIPELINE = (
@@ -114,9 +117,7 @@ CASES: dict[str, Case] = {
     "8B, float8 eager": Case("float8.enable_float8_linear", layers=8),
     "8B, float8": Case(FLOAT8),
     "8B, float8 all-gather": Case(GATHERED, layers=8),
-    "8B, float8 all-gather, scales precomputed": Case(
-        GATHERED + "float8.precompute_float8_dynamic_scale_for_fsdp"
-    ),
+    "8B, float8 all-gather, scales precomputed": Case(GATHERED + PRECOMPUTED),
     "8B, float8 rowwise": Case(FLOAT8 + "float8.recipe_name=rowwise"),
     "8B, float8 rowwise eager": Case(
         "float8.enable_float8_linear float8.recipe_name=rowwise", layers=8
@@ -153,7 +154,21 @@ CASES: dict[str, Case] = {
     "8B, pinned save in the background": Case(
         SAVES + "async_with_pinned_mem " + OP, device=3, layers=2
     ),
-    "8B, one H200": Case(COMPILE, 1, "llama3_8b_h200", "h200-141g"),
+    "8B, one H200": Case(COMPILE, 1, **H200),
+    "8B, one H200, fp32 eager": Case("training.mixed_precision_param=float32", 1, layers=8, **H200),
+    "8B, one H200, float8 all-gather, scales precomputed": Case(GATHERED + PRECOMPUTED, 1, **H200),
+    "8B, one H200, the rival's shape": Case(
+        COMPILE + FULL + "training.global_batch_size=8",
+        1,
+        "../benchmarks/gpu/rival_8b",
+        "h200-141g",
+    ),
+    "8B, one H200, Kahan": Case(
+        COMPILE + "training.global_batch_size=4",
+        1,
+        "../benchmarks/gpu/llama3_8b_kahan",
+        "h200-141g",
+    ),
     "8B, one H200, AC full": Case(COMPILE + FULL + "training.loss_chunks=8", 1, gpu="h200-141g"),
     "70B on 64": Case(FULL, 64, "llama3_70b", layers=8),
     "70B on 64, compiled": Case(COMPILE + FULL, 64, "llama3_70b"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.support.processes import python
@@ -22,6 +20,6 @@ with nobody_else(), no_waiting(), DistEnv.open("cpu") as world:
 
 
 @pytest.mark.slow
-def test_the_start_of_a_rank_waits_for_no_other(tmp_path: Path) -> None:
+def test_the_start_of_a_rank_waits_for_no_other(tmp_path):
     done = python("-c", START, tmp_path / "calls", timeout=50)
     assert done.stdout.split() == ["3", "8", "8"], done.stderr

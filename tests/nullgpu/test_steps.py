@@ -7,7 +7,6 @@ collectives, memory.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -21,8 +20,8 @@ pytestmark = pytest.mark.nullgpu
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_waits_for_nothing_and_takes_no_more_than_the_stored_kernels_and_memory(
-    nullgpu: Path, name: str
-) -> None:
+    nullgpu, name
+):
     case = CASES[name]
     expected = EXPECTED[name]
     found = play(nullgpu, case, steps=1)
@@ -40,7 +39,7 @@ def test_a_step_waits_for_nothing_and_takes_no_more_than_the_stored_kernels_and_
     assert found["peak_allocated_gib"] == pytest.approx(expected["peak_allocated_gib"], rel=0.02)
 
 
-def test_steps_launch_no_more_kernels_and_collectives_than_torchtitan() -> None:
+def test_steps_launch_no_more_kernels_and_collectives_than_torchtitan():
     for name, theirs in json.loads(THEIRS.read_text()).items():
         if (ours := EXPECTED.get(name.removeprefix("torchtitan 0.2.2, "))) is not None:
             assert ours["kernels"] <= theirs["kernels"]
@@ -48,8 +47,8 @@ def test_steps_launch_no_more_kernels_and_collectives_than_torchtitan() -> None:
 
 
 def test_the_null_gpu_counts_a_wait_a_pageable_copy_a_context_elsewhere_and_a_blocking_stream(
-    nullgpu: Path,
-) -> None:
+    nullgpu,
+):
     flags = f"--job.callbacks=['{HERE}/faults.py:Faults']"
     found = play(nullgpu, Case(config="debug_model"), steps=1, more=(flags,))
     assert {key for key, count in figures(found).items() if count} == {
@@ -58,7 +57,7 @@ def test_the_null_gpu_counts_a_wait_a_pageable_copy_a_context_elsewhere_and_a_bl
     assert found["exposed"] > play(nullgpu, Case(config="debug_model"), steps=1)["exposed"]
 
 
-def test_no_thread_of_autograd_holds_a_chunk_when_the_next_begins(nullgpu: Path) -> None:
+def test_no_thread_of_autograd_holds_a_chunk_when_the_next_begins(nullgpu):
     """A chunk's gradient is computed in the loop's thread, another one in that of a GPU."""
     assert run(nullgpu, "-c", THREADS) == [1, 0]
 
@@ -77,7 +76,7 @@ print([int(thread == threading.get_ident()) for thread in threads])
 """
 
 
-def test_bytes_are_those_that_each_kernel_reads_and_writes(nullgpu: Path) -> None:
+def test_bytes_are_those_that_each_kernel_reads_and_writes(nullgpu):
     """In tensors of 4 MiB."""
     found = run(nullgpu, "-c", BYTES)
     assert found == [2, 2, 2, 2, 0.002, 0, 3]
@@ -102,7 +101,7 @@ print([one(do) for do in (
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_roofline_of_the_log_is_within_15_percent_of_published_runs(name: str) -> None:
+def test_the_roofline_of_the_log_is_within_15_percent_of_published_runs(name):
     point = PUBLISHED[name]
     found = json.loads(THEIRS.read_text())[name]
     tokens = 8192 * batch_of(point) / roofline(found, gpu_of(point, SHARES))

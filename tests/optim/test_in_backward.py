@@ -5,7 +5,6 @@ time.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from tests.support.harness import (
     state_of,
     stepper,
 )
-from tests.support.pool import Pools
 from tests.support.refusals import refusals
 from tests.support.whole_runs import losses_of
 from tests.support.whole_runs import poisoned_run as run_poisoned
@@ -79,9 +77,7 @@ def _train(world: DistEnv, run: Run, early: bool) -> dict[str, Any]:
     ],
     ids=["groups", "tied", "tp", "kahan"],
 )
-def test_the_bits_are_those_of_the_usual_step_and_gradients_of_one_group_live(
-    pool: Pools, changes: dict[str, Any]
-) -> None:
+def test_the_bits_are_those_of_the_usual_step_and_gradients_of_one_group_live(pool, changes):
     run = replace(RUN, **{"training": full_precision(), **changes})
     usual, early = (pool(2).run(_train, run, early)[0] for early in (False, True))
     assert early["losses"] == usual["losses"]
@@ -102,7 +98,7 @@ EARLY = [
 
 
 @pytest.mark.slow
-def test_a_bad_step_is_undone_by_a_rollback_and_never_saved(pool: Pools, tmp_path: Path) -> None:
+def test_a_bad_step_is_undone_by_a_rollback_and_never_saved(pool, tmp_path):
     flags = [*EARLY, "--training.batch_size=4", "--training.steps=6", "--checkpoint.interval=2"]
     stopped = pool(2).run(run_poisoned, str(tmp_path / "stop"), {5: float("nan")}, *flags)[0]
     assert "step 5" in stopped["error"]
@@ -115,7 +111,7 @@ def test_a_bad_step_is_undone_by_a_rollback_and_never_saved(pool: Pools, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_to_the_schedule(pool: Pools, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_to_the_schedule(pool, tmp_path):
     """Three steps, and three after a resume, are six: the loaded optimizer has new groups, whose
     rates count.
     """
@@ -133,7 +129,7 @@ def test_a_resumed_run_keeps_to_the_schedule(pool: Pools, tmp_path: Path) -> Non
     assert unequal(*folders) == []
 
 
-def test_what_needs_all_gradients_is_refused() -> None:
+def test_what_needs_all_gradients_is_refused():
     needs = {p.key for p in refusals(["--optimizer.early_step_in_backward"])}
     assert needs == {"optimizer.early_step_in_backward"}
     early = EARLY[:2]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.support.pool import Pools
 from tests.support.whole_runs import LAYOUTS, make_trainer
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.local_parts import plain
@@ -30,9 +28,7 @@ def _norms(world: DistEnv, folder: str, *flags: str) -> tuple[float, dict[str, f
 
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_shares_of_the_norm_of_weights_add_up_to_that_of_the_whole_model(
-    pool: Pools, tmp_path: Path, layout: str
-) -> None:
+def test_shares_of_the_norm_of_weights_add_up_to_that_of_the_whole_model(pool, tmp_path, layout):
     ranks, flags = LAYOUTS[layout]
     found = pool(ranks).run(_norms, str(tmp_path), *flags)
     whole: dict[str, float] = {}
@@ -42,7 +38,7 @@ def test_shares_of_the_norm_of_weights_add_up_to_that_of_the_whole_model(
     assert math.fsum(share for share, _ in found) == pytest.approx(sum(whole.values()), rel=1e-6)
 
 
-def test_what_is_counted_is_a_choice_and_frozen_weights_have_no_gradient() -> None:
+def test_what_is_counted_is_a_choice_and_frozen_weights_have_no_gradient():
     weights = [torch.nn.Parameter(torch.full((4,), 3.0)), torch.nn.Parameter(torch.ones(2))]
     weights[0].grad = torch.full((4,), 0.5)
     device = torch.device("cpu")

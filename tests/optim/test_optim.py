@@ -30,14 +30,14 @@ def schedule_of(**numbers: Any) -> Schedule:
     return Schedule(**{"decay_type": "linear", "style": "titan", "min_lr_factor": 0.0, **numbers})
 
 
-def test_autumn_2024_warmup_and_linear_decay() -> None:
+def test_autumn_2024_warmup_and_linear_decay():
     schedule = schedule_of(total_steps=10, warmup_steps=3)
     factors = [lr_factor(schedule, step) for step in range(1, 11)]
     assert factors[:3] == [1 / 4, 2 / 4, 3 / 4]
     assert factors[3:] == pytest.approx([1 - n / 7 for n in range(7)])
 
 
-def test_stable_phase_then_decay_to_the_floor() -> None:
+def test_stable_phase_then_decay_to_the_floor():
     schedule = schedule_of(
         total_steps=100, warmup_steps=10, decay_steps=20, decay_type="cosine", min_lr_factor=0.1
     )
@@ -57,7 +57,7 @@ def test_stable_phase_then_decay_to_the_floor() -> None:
         ("constant", 1.0),
     ],
 )
-def test_decay_shapes_halfway(kind: str, halfway: float) -> None:
+def test_decay_shapes_halfway(kind, halfway):
     schedule = schedule_of(total_steps=20, warmup_steps=0, decay_type=kind)
     assert lr_factor(schedule, 11) == pytest.approx(halfway)
     assert lr_factor(schedule, 1) == 1.0
@@ -68,7 +68,7 @@ def test_decay_shapes_halfway(kind: str, halfway: float) -> None:
 
 
 @pytest.mark.parametrize("kind", DECAYS)
-def test_one_entry_makes_a_kind_known_to_the_checks_to_ladders_and_to_reports(kind: str) -> None:
+def test_one_entry_makes_a_kind_known_to_the_checks_to_ladders_and_to_reports(kind):
     decay = DECAYS[kind]
     flags = [f"--lr_scheduler.decay_type={kind}"]
     needed = dict.fromkeys(decay.needs, 0.5)
@@ -85,9 +85,7 @@ def test_one_entry_makes_a_kind_known_to_the_checks_to_ladders_and_to_reports(ki
             load_config("debug_model.toml", 1, [*flags, f"--lr_scheduler.{key}=1"])
 
 
-def test_a_kind_may_go_by_steps_and_has_its_rates_of_any_length(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_kind_may_go_by_steps_and_has_its_rates_of_any_length(monkeypatch):
     """By steps and by tokens, in the styles that count a step before and after it."""
     halving = Decay("", lambda at: 0.5 ** ((at.done - at.warmup) / at.size), has_end=False)
     monkeypatch.setitem(DECAYS, "halving", halving)
@@ -100,7 +98,7 @@ def test_a_kind_may_go_by_steps_and_has_its_rates_of_any_length(
         assert [lr_factor(tokens, 10 * n, 10) for n in (3, 4, 6)] == [1.0, 0.5, 0.125]
 
 
-def test_a_run_asks_for_its_steps_counted_from_where_the_schedule_began() -> None:
+def test_a_run_asks_for_its_steps_counted_from_where_the_schedule_began():
     schedule = schedule_of(total_steps=100, warmup_steps=9)
     rate = LearningRate(schedule, peak=2.0)
     assert [rate(step) for step in (1, 9, 10)] == pytest.approx([0.2, 1.8, 2.0])
@@ -146,9 +144,7 @@ def _aws(
         ("plateau", 0.0),
     ],
 )
-def test_every_step_of_a_run_of_the_aws_samples(
-    style: str, plateau: float, warmup: float, floor: float
-) -> None:
+def test_every_step_of_a_run_of_the_aws_samples(style, plateau, warmup, floor):
     lines = [f"decay_type = '{style}'", f"warmup_ratio = {warmup}", f"min_lr = {floor}"]
     if style == "plateau":
         lines.append(f"plateau_ratio = {plateau}")
@@ -163,7 +159,7 @@ def test_every_step_of_a_run_of_the_aws_samples(
 
 @pytest.mark.parametrize(("name", "decoupled"), [("AdamW", True), ("Adam", False)])
 @pytest.mark.parametrize("implementation", ["foreach", "for-loop", "fused"])
-def test_a_gated_step_is_torchs_or_none(name: str, decoupled: bool, implementation: str) -> None:
+def test_a_gated_step_is_torchs_or_none(name, decoupled, implementation):
     settings = Optimizer(
         name=name, implementation=implementation, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.2
     )
@@ -182,7 +178,7 @@ def test_a_gated_step_is_torchs_or_none(name: str, decoupled: bool, implementati
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam"])
-def test_a_fused_step_that_clips_is_the_step_of_clipped_gradients(name: str) -> None:
+def test_a_fused_step_that_clips_is_the_step_of_clipped_gradients(name):
     settings = Optimizer(name=name, implementation="fused", weight_decay=0.2)
     apart, inside = (torch.nn.Parameter(torch.linspace(-1, 1, 64)) for _ in range(2))
     optimizers = [build_optimizer({"w": p}, settings, torch.device("cpu")) for p in (apart, inside)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch import nn
 from tests.support.checkpoints import assert_equal, two_and_two
 from tests.support.checkpoints import train as train_and_save
 from tests.support.harness import TINY, Run, batches, full_precision, train
-from tests.support.pool import Pools
 from titanlite.assembly.preflight import optimizer_problems
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
@@ -62,7 +60,7 @@ def follow(ours: Any, theirs: torch.optim.Optimizer, steps: int, within: float =
     torch.testing.assert_close(mine, other.float(), rtol=1e-6, atol=within)
 
 
-def test_any_precision_in_float32_is_adamw() -> None:
+def test_any_precision_in_float32_is_adamw():
     mine, other = two((40, 30))
     other.data = (
         other.data.double()
@@ -75,7 +73,7 @@ def test_any_precision_in_float32_is_adamw() -> None:
     )
 
 
-def test_a_gradient_scaler_changes_no_number() -> None:
+def test_a_gradient_scaler_changes_no_number():
     mine, other = two((8, 8))
     hyper: dict[str, Any] = {"lr": 1e-2, "eps": 1e-2}  # which the scaled gradients would hide
     ours = AnyPrecisionAdamW([mine], **hyper)
@@ -92,7 +90,7 @@ def test_a_gradient_scaler_changes_no_number() -> None:
     assert torch.equal(mine, other)
 
 
-def test_a_loaded_state_keeps_its_dtypes() -> None:
+def test_a_loaded_state_keeps_its_dtypes():
     """Torch would cast it to the dtype of the parameters: a resume would round the momentum."""
     mine, other = two((8, 8), torch.bfloat16)
     ours, theirs = AnyPrecisionAdamW([mine]), AnyPrecisionAdamW([nn.Parameter(other.to("meta"))])
@@ -109,7 +107,7 @@ def test_a_loaded_state_keeps_its_dtypes() -> None:
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
-def test_muon_on_a_whole_matrix_is_torchs(shape: tuple[int, int]) -> None:
+def test_muon_on_a_whole_matrix_is_torchs(shape):
     mine, other = two(shape)
     ours = Muon([{"params": [mine], "muon": True}], lr=0.02, weight_decay=0.1)
     theirs = torch.optim.Muon([other], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
@@ -117,7 +115,7 @@ def test_muon_on_a_whole_matrix_is_torchs(shape: tuple[int, int]) -> None:
     follow(ours, theirs, 5, within=5 * 0.02 * 0.2 * 40**0.5 * 2**-8)
 
 
-def test_kahan_keeps_updates_that_round_away() -> None:
+def test_kahan_keeps_updates_that_round_away():
     """1,000 updates of 1e-5 on weights of 1.0: 2^-9 of a weight is the least that bfloat16
     takes.
     """
@@ -135,7 +133,7 @@ def test_kahan_keeps_updates_that_round_away() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"tensor": 2}, {"replicas": 2}], ids=str)
-def test_muon_on_shards_is_muon_on_whole_matrices(pool: Pools, mesh: dict[str, Any]) -> None:
+def test_muon_on_shards_is_muon_on_whole_matrices(pool, mesh):
     tokens, labels = batches(3, 8, 16, 192)
     args = replace(Run(tokens, labels, []).args, n_kv_heads=4)
     # Two numbers of the embedding have gradients near 0. With an epsilon of 1e-8 AdamW steps by the
@@ -155,9 +153,7 @@ def test_muon_on_shards_is_muon_on_whole_matrices(pool: Pools, mesh: dict[str, A
     [(MUON, full_precision()), (KAHAN, PURE_BF16)],
     ids=["muon", "kahan"],
 )
-def test_two_and_two_equal_four(
-    pool: Pools, tmp_path: Path, settings: Optimizer, training: Training
-) -> None:
+def test_two_and_two_equal_four(pool, tmp_path, settings, training):
     run = Run(*batches(4, 8, 16, 192), [3e-3] * 4, training=training, settings=settings)
     straight = two_and_two(pool, run, tmp_path)
     other = pool(4).run(train_and_save, run, tmp_path / "run", 5, 4)  # only loads
@@ -169,7 +165,7 @@ def names_of(groups: list[dict[str, Any]], parameters: dict[str, nn.Parameter]) 
     return [{ids[id(parameter)] for parameter in group["params"]} for group in groups]
 
 
-def test_groups_take_the_first_pattern_and_keep_their_ratio() -> None:
+def test_groups_take_the_first_pattern_and_keep_their_ratio():
     parameters = {
         "tok_embeddings.weight": two((8, 4))[0],
         "layers.0._orig_mod.attention.wq.weight": two((4, 4))[0],
@@ -201,7 +197,7 @@ def test_groups_take_the_first_pattern_and_keep_their_ratio() -> None:
     ]
 
 
-def test_a_group_keeps_its_rate_where_the_others_have_none() -> None:
+def test_a_group_keeps_its_rate_where_the_others_have_none():
     parameters = {"layers.0.w": two((4, 4))[0], "output.weight": two((8, 4))[0]}
     settings = Optimizer(lr=0.0, groups=[OptimizerGroup(pattern="output", lr=2e-4)])
     optimizer = build_optimizer(parameters, settings, CPU)
@@ -209,7 +205,7 @@ def test_a_group_keeps_its_rate_where_the_others_have_none() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.0, 1e-4]
 
 
-def test_muon_takes_the_matrices_of_blocks() -> None:
+def test_muon_takes_the_matrices_of_blocks():
     spec = get_spec("llama3")
     args = TINY
     parameters = dict(spec.build_on_meta(args).named_parameters())
@@ -222,7 +218,7 @@ def test_muon_takes_the_matrices_of_blocks() -> None:
     assert matrices == {n for n, p in parameters.items() if n.startswith("layers.") and p.ndim == 2}
 
 
-def test_patterns_are_checked() -> None:
+def test_patterns_are_checked():
     settings = Optimizer(groups=[OptimizerGroup(pattern="norm"), OptimizerGroup(pattern="nowhere")])
     run: Any = SimpleNamespace(spec=get_spec("llama3"), optimizer=settings)
     (found,) = optimizer_problems(run, TINY)
@@ -230,7 +226,7 @@ def test_patterns_are_checked() -> None:
     assert "in no parameter's name" in str(found)
 
 
-def test_many_matrices_in_one_parameter_are_made_orthogonal_one_by_one() -> None:
+def test_many_matrices_in_one_parameter_are_made_orthogonal_one_by_one():
     stack = torch.randn(2, 3, 8, 5, generator=torch.Generator().manual_seed(0))
     found = orthogonalize(stack)
     assert found.shape == stack.shape
@@ -277,7 +273,7 @@ def steps(held: dict[str, nn.Parameter]) -> Iterator[float]:
         yield rate
 
 
-def test_a_class_gets_the_rate_its_arguments_and_the_groups() -> None:
+def test_a_class_gets_the_rate_its_arguments_and_the_groups():
     ours = parameters()
     theirs = parameters()
     groups = [OptimizerGroup(pattern="norm", lr=5e-3, weight_decay=0.25)]
@@ -309,7 +305,7 @@ def test_a_class_gets_the_rate_its_arguments_and_the_groups() -> None:
         assert torch.equal(parameter, theirs[name]), name
 
 
-def test_two_and_two_steps_equal_four(pool: Pools, tmp_path: Path) -> None:
+def test_two_and_two_steps_equal_four(pool, tmp_path):
     args = {"betas": [0.9, 0.99], "decoupled_weight_decay": True}
     settings = Optimizer(name="torch.optim:NAdam", args=args, no_decay_on_norms=True)
     run = Run(*batches(4, 8, 16, 192), [3e-3] * 4, training=full_precision(), settings=settings)
@@ -324,7 +320,7 @@ def refused(*flags: str) -> str:
     return str(error.value)
 
 
-def test_arguments_are_compared_with_the_class_before_work(tmp_path: Path) -> None:
+def test_arguments_are_compared_with_the_class_before_work(tmp_path):
     sgd = "--optimizer.name=torch.optim.SGD"
     assert load([sgd, "--optimizer.args.momentum=0.9"]).value("optimizer.name") == "torch.optim:SGD"
     assert "unexpected keyword argument 'momentun'" in refused(sgd, "--optimizer.args.momentun=0.9")
@@ -340,9 +336,7 @@ def test_arguments_are_compared_with_the_class_before_work(tmp_path: Path) -> No
     load_functions(load([f"{own}:WithSettings"]))
 
 
-def test_settings_that_a_class_does_not_get_are_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_that_a_class_does_not_get_are_a_warning(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logger, "propagate", True)
     flags = ["--optimizer.weight_decay=0.1", "--optimizer.beta1=0.8"]
     load_functions(load(["--optimizer.name=torch.optim.SGD", *flags]))
@@ -355,7 +349,7 @@ def test_settings_that_a_class_does_not_get_are_a_warning(
     assert not caplog.messages
 
 
-def test_values_that_a_class_refuses_are_config_errors() -> None:
+def test_values_that_a_class_refuses_are_config_errors():
     wrong = Optimizer(name="torch.optim:SGD", args={"momentum": -1.0})
     with pytest.raises(
         ConfigError, match="optimizer.args: 'torch.optim:SGD' refuses them: Invalid momentum value"
@@ -366,7 +360,7 @@ def test_values_that_a_class_refuses_are_config_errors() -> None:
         build_optimizer(parameters(), Optimizer(name="torch.optim:SGD", groups=groups), CPU)
 
 
-def test_a_class_that_takes_the_section_is_called_as_a_function(tmp_path: Path) -> None:
+def test_a_class_that_takes_the_section_is_called_as_a_function(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     settings = Optimizer(name=f"{tmp_path}/own.py:WithSettings", lr=3e-4, weight_decay=0.7)
     (group,) = build_optimizer(parameters(), settings, CPU).param_groups

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ def rates(schedule: Schedule, last: int = 6, **more: Any) -> list[float]:
     return [rate(step) for step in range(1, last + 1)]
 
 
-def test_a_schedule_in_tokens_reaches_its_floor_with_the_last_token_of_a_ramp() -> None:
+def test_a_schedule_in_tokens_reaches_its_floor_with_the_last_token_of_a_ramp():
     # Before step 4 the run has 40 tokens: a quarter of the decay from 20 to 100.
     wanted = [1 / 3, 2 / 3, 1.0, 0.775, 0.55, 0.325, 0.1]
     assert rates(BY_TOKENS, 7) == pytest.approx(wanted, rel=1e-12)
@@ -52,7 +51,7 @@ def test_a_schedule_in_tokens_reaches_its_floor_with_the_last_token_of_a_ramp() 
 
 @pytest.mark.parametrize("style", ["titan", "titan-0.2", "fsdp"])
 @pytest.mark.parametrize("decay", ["linear", "cosine", "sqrt", "exponential"])
-def test_steps_of_one_size_have_the_rates_of_a_schedule_in_steps(style, decay) -> None:
+def test_steps_of_one_size_have_the_rates_of_a_schedule_in_steps(style, decay):
     steady = Phases([], {}, 4, 64).course()
     in_steps = Schedule(50, 7, decay, style, 0.1)
     in_tokens = replace(in_steps, total_steps=50 * 64, warmup_steps=7 * 64, in_tokens=True)
@@ -62,7 +61,7 @@ def test_steps_of_one_size_have_the_rates_of_a_schedule_in_steps(style, decay) -
         assert ours(step) == pytest.approx(wanted(step), rel=1e-12)
 
 
-def test_a_peak_stays_from_its_phase_on_and_a_factor_holds_in_its_phase() -> None:
+def test_a_peak_stays_from_its_phase_on_and_a_factor_holds_in_its_phase():
     phases = Phases(
         [
             DataPhase(step=2, lr=3.0),
@@ -87,7 +86,7 @@ def test_a_peak_stays_from_its_phase_on_and_a_factor_holds_in_its_phase() -> Non
     assert later(5) == 0.4
 
 
-def test_a_record_of_steps_is_that_of_earlier_versions() -> None:
+def test_a_record_of_steps_is_that_of_earlier_versions():
     schedule = Schedule(10, 2, "linear", "titan", 0.0)
     record = LearningRate(schedule, 1e-3).record()
     assert list(record) == [
@@ -97,7 +96,7 @@ def test_a_record_of_steps_is_that_of_earlier_versions() -> None:
     assert LearningRate(BY_TOKENS, 1e-3).with_record(record).schedule == schedule
 
 
-def test_the_length_of_a_run_in_tokens_counts_the_ramp() -> None:
+def test_the_length_of_a_run_in_tokens_counts_the_ramp():
     # 4 steps of 64 tokens, then steps of 128.
     run = load_config("debug_model.toml", 1, [*TINY, "--training.tokens=1000"])
     assert (run.steps, run.tokens) == (10, 4 * 64 + 6 * 128)
@@ -106,7 +105,7 @@ def test_the_length_of_a_run_in_tokens_counts_the_ramp() -> None:
     assert (run.schedule.total_steps, run.schedule.warmup_steps) == (1024, 256)
 
 
-def test_a_config_gives_the_rates_of_a_ramp() -> None:
+def test_a_config_gives_the_rates_of_a_ramp():
     flags = [*TINY, "--training.steps=6", "--lr_scheduler.unit=tokens", "--optimizer.lr=1"]
     flags += ["--training.warmup_steps=64", "--lr_scheduler.decay_type=linear"]
     run = load_config("debug_model.toml", 1, flags)
@@ -189,9 +188,7 @@ def test_a_config_gives_the_rates_of_a_ramp() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_before_the_start(
-    flags: list[str], key: str, message: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_is_refused_before_the_start(flags, key, message, tmp_path):
     base = ["--training.batch_size=2", "--training.global_batch_size=4", *flags]
     base += ["--training.warmup_steps=2", f"--job.dump_folder={tmp_path}"]
     with pytest.raises(ConfigError) as raised:

@@ -31,7 +31,6 @@ from tests.support.harness import (
     micro_batches,
     train,
 )
-from tests.support.pool import Pools
 from tests.support.watch import GATHER, Operators, count_collectives
 from titanlite.config.sections import ActivationCheckpoint, Training
 from titanlite.dist.dist_env import DistEnv
@@ -83,9 +82,7 @@ SMALL = {"fsdp_units": ["Attention", "FeedForward"]}  # groups within a block
         ),
     ],
 )
-def test_training_is_bit_for_bit_that_of_mode_none(
-    pool: Pools, settings: ActivationCheckpoint, ranks: int, accumulation: int, training: Training
-) -> None:
+def test_training_is_bit_for_bit_that_of_mode_none(pool, settings, ranks, accumulation, training):
     run = replace(RUN, accumulation=accumulation, training=training)
     expected = pool(ranks).run(train, run)[0]
     curve = pool(ranks).run(train, replace(run, activations=settings))[0]
@@ -109,7 +106,7 @@ class Noisy(nn.Module):
         return self.block(x)
 
 
-def test_a_block_draws_the_same_numbers_again() -> None:
+def test_a_block_draws_the_same_numbers_again():
     found = []
     for settings in (NONE, FULL):
         torch.manual_seed(0)
@@ -125,9 +122,7 @@ def test_a_block_draws_the_same_numbers_again() -> None:
     [(NONE, 0, 0), (EVERY_2, 2 * 6, 2), (OP, 4 * 3, 0), (FULL, 4 * 6, 4)],
     ids=MODES,
 )
-def test_operators_run_again_in_backward(
-    settings: ActivationCheckpoint, matmuls_again: int, attention_again: int
-) -> None:
+def test_operators_run_again_in_backward(settings, matmuls_again, attention_again):
     """Of a block's seven products w2 runs once in every mode: the backward does not need its
     output.
     """
@@ -143,7 +138,7 @@ def test_operators_run_again_in_backward(
     assert backward.seen[attention] == attention_again
 
 
-def test_every_nth_block_is_the_nth_the_2nth_and_so_on_also_in_a_part_of_the_model() -> None:
+def test_every_nth_block_is_the_nth_the_2nth_and_so_on_also_in_a_part_of_the_model():
     stage = build(NONE)
     del stage.layers["0"], stage.layers["1"]  # type: ignore[operator]
     assert apply_ac(stage, BLOCKS, EVERY_2, CPU) == ["layers.3"]
@@ -155,7 +150,7 @@ def test_every_nth_block_is_the_nth_the_2nth_and_so_on_also_in_a_part_of_the_mod
 
 
 @pytest.mark.slow
-def test_weights_are_gathered_no_more_often(pool: Pools) -> None:
+def test_weights_are_gathered_no_more_often(pool):
     """A block is gathered once for the backward, in which its recomputation lies."""
     run = replace(RUN, training=full_precision(reshard_after_forward="always"))
     plain = pool(2).run(count_collectives, run)[0]
@@ -164,7 +159,7 @@ def test_weights_are_gathered_no_more_often(pool: Pools) -> None:
         assert pool(2).run(count_collectives, replace(run, activations=activations))[0] == plain
 
 
-def test_the_policy_names_operators_that_exist() -> None:
+def test_the_policy_names_operators_that_exist():
     import torch.nn.attention.varlen
 
     import titanlite.features.experts.exchange
@@ -220,9 +215,7 @@ def plain_gradients() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("settings", [NONE, EVERY_2, FULL], ids=["none", "every", "full"])
-def test_tensors_that_blocks_keep_are_sent_and_nothing_else(
-    settings: ActivationCheckpoint, plain_gradients: dict[str, Tensor]
-) -> None:
+def test_tensors_that_blocks_keep_are_sent_and_nothing_else(settings, plain_gradients):
     model = build(settings)
     inputs = []
     shelf = on_shelf(model)
@@ -252,7 +245,7 @@ def test_tensors_that_blocks_keep_are_sent_and_nothing_else(
     assert list(model.state_dict()) == list(build(NONE).state_dict())
 
 
-def test_small_tensors_and_a_cpus_model_stay() -> None:
+def test_small_tensors_and_a_cpus_model_stay():
     model = build(FULL)
     shelf = on_shelf(model, least_bytes=8 * 32 * FOUR.dim * 4 + 1)
     gradients(model)
@@ -279,7 +272,7 @@ class Views(nn.Module):
         return (a * b).sum() + (part * part).sum()
 
 
-def test_views_come_back_as_they_were() -> None:
+def test_views_come_back_as_they_were():
     found = []
     for away in (False, True):
         torch.manual_seed(0)
@@ -300,6 +293,6 @@ def _sent(world: DistEnv, run: Run) -> tuple[int, int]:
     return shelf.nbytes, [p.grad for p in model.parameters()].count(None)
 
 
-def test_gathered_weights_of_a_sharded_block_stay(pool: Pools) -> None:
+def test_gathered_weights_of_a_sharded_block_stay(pool):
     run = replace(RUN, training=full_precision(reshard_after_forward="always"))
     assert pool(2).run(_sent, run) == [(traced(NONE).total_bytes, 0)] * 2

@@ -28,7 +28,6 @@ from tests.support.harness import (
     train,
     train_afresh,
 )
-from tests.support.pool import Pools
 from tests.support.processes import python
 from tests.support.steps import train_step
 from tests.support.words import listening
@@ -116,7 +115,7 @@ def _count(world: DistEnv, run: Run, lengths: list[int]) -> Counted:
     return counted
 
 
-def test_all_blocks_share_one_graph_in_training_and_one_in_validation(pool: Pools) -> None:
+def test_all_blocks_share_one_graph_in_training_and_one_in_validation(pool):
     """With accumulation, an optimizer step and validation of another batch size in between, nothing
     is made again.
     """
@@ -131,7 +130,7 @@ def test_all_blocks_share_one_graph_in_training_and_one_in_validation(pool: Pool
     assert "made 2 graphs for validation in " in validation
 
 
-def test_recompilation_is_a_warning_with_what_was_compiled(pool: Pools) -> None:
+def test_recompilation_is_a_warning_with_what_was_compiled(pool):
     run = Run(TOKENS, LABELS, [], compile=COUNTED)
     counted = pool(2).run(_count, run, [SEQ, SEQ, 16, 16, SEQ, 16])
     assert (
@@ -177,7 +176,7 @@ print(json.dumps(said))
 
 
 @pytest.mark.slow
-def test_errors_of_a_compilation_name_the_module_and_the_whole_reason(tmp_path: Path) -> None:
+def test_errors_of_a_compilation_name_the_module_and_the_whole_reason(tmp_path):
     """In a process of their own: torch hands arguments of functions over in another way after a
     failed compilation.
     """
@@ -192,9 +191,7 @@ def test_errors_of_a_compilation_name_the_module_and_the_whole_reason(tmp_path: 
     assert "ValueError: an input has no size\nset the option to go without it" in backend
 
 
-def test_unknown_backend_ends_before_any_work_and_names_those_there_are(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_unknown_backend_ends_before_any_work_and_names_those_there_are(capsys):
     assert main.run(["--training.compile", "--compile.backend=inductr"]) == exit_codes.CONFIG
     error = capsys.readouterr().err
     assert 'compile.backend: torch has no backend "inductr"' in error
@@ -207,7 +204,7 @@ def _compiled(cache_dir: str) -> RunConfig:
     return load_config("debug_model.toml", 1, flags)
 
 
-def test_a_missing_compiler_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_named_with_what_to_install(monkeypatch):
     check_backend("inductor", "cpu")
     monkeypatch.setenv("CXX", "/nowhere/g++")
     check_backend("aot_eager", "cpu")
@@ -220,9 +217,7 @@ def test_a_missing_compiler_is_named_with_what_to_install(monkeypatch: pytest.Mo
         check_machine(_compiled("unused"))
 
 
-def test_cache_folder_is_the_keys_or_the_environments(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_cache_folder_is_the_keys_or_the_environments(monkeypatch, tmp_path):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "environment"))
     assert use_cache_folder(None) == str(tmp_path / "environment")
     prepare_compile("inductor", "cpu", str(tmp_path / "key"))
@@ -255,7 +250,7 @@ def _train_with_cache(
 
 
 @pytest.mark.slow
-def test_a_restart_runs_the_graphs_of_its_own_rank(pool: Pools, tmp_path: Path) -> None:
+def test_a_restart_runs_the_graphs_of_its_own_rank(pool, tmp_path):
     """torch alone gives both ranks of tensor parallelism the graph of one: the loss is then
     wrong.
     """
@@ -281,9 +276,7 @@ def _options(world: DistEnv, run: Run) -> list[Any]:
     ("recipe", "backend"),
     [("rowwise", "inductor"), ("rowwise", "aot_eager"), ("tensorwise", "inductor")],
 )
-def test_scales_per_row_need_the_casts_of_eager_code(
-    pool: Pools, recipe: Any, backend: str
-) -> None:
+def test_scales_per_row_need_the_casts_of_eager_code(pool, recipe, backend):
     float8 = Float8(enable_float8_linear=True, emulate=True, recipe_name=recipe)
     run = Run(TOKENS, LABELS, [], compile=Compile(backend=backend), float8=float8)
     (options,) = pool(1).run(_options, run)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from tests.support.compare import relative
 from tests.support.harness import TINY
-from tests.support.pool import Pools
 from tests.support.watch import Watch
 from titanlite.data.loader import Batch
 from titanlite.dist import ParallelismError
@@ -30,7 +29,7 @@ def _ranks(degree: int) -> list[CPRank]:
     return [CPRank(rank, degree, None) for rank in range(degree)]  # type: ignore[arg-type]
 
 
-def test_each_rank_takes_one_chunk_from_the_front_and_one_from_the_back() -> None:
+def test_each_rank_takes_one_chunk_from_the_front_and_one_from_the_back():
     sequence = torch.arange(16).unsqueeze(0)
     parts = [rank.part(sequence)[0].tolist() for rank in _ranks(4)]
     assert parts == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
@@ -80,7 +79,7 @@ def _model(world: DistEnv) -> tuple[float, dict[str, list[tuple[int, ...]]], int
     return worst, moved, area
 
 
-def test_gradients_equal_the_plain_models_and_work_is_shared(pool: Pools) -> None:
+def test_gradients_equal_the_plain_models_and_work_is_shared(pool):
     for worst, moved, area in pool(2).run(_model):
         assert worst < 1e-6
         # Keys and values of two heads, not of the four queries' heads; once per block, and back
@@ -104,5 +103,5 @@ def _refusals(world: DistEnv) -> None:
         apply_cp(nn.Linear(2, 2), mesh)
 
 
-def test_whole_sequences_and_models_without_such_attention_are_refused(pool: Pools) -> None:
+def test_whole_sequences_and_models_without_such_attention_are_refused(pool):
     pool(2).run(_refusals)

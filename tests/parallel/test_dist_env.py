@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -22,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import _cur_sdpa_kernel_backends
 
 from tests.support import processes
-from tests.support.pool import Pools, free_port
+from tests.support.pool import free_port
 from tests.support.processes import ROOT, python
 from titanlite.dist import ParallelismError
 from titanlite.dist.dist_env import DistEnv
@@ -76,12 +75,9 @@ def _timeouts(world: DistEnv) -> dict[str, timedelta]:
     ],
 )
 def test_a_gpu_tries_its_fastest_kernel_of_attention_first_unless_one_is_chosen(
-    monkeypatch: pytest.MonkeyPatch,
-    capability: tuple[int, int],
-    chosen: str,
-    expected: list[str],
-) -> None:
-    def order() -> list[str]:
+    monkeypatch, capability, chosen, expected
+):
+    def order():
         return [kernel.name for kernel in _cur_sdpa_kernel_backends(with_priority=True)]
 
     monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0")
@@ -94,14 +90,12 @@ def test_a_gpu_tries_its_fastest_kernel_of_attention_first_unless_one_is_chosen(
     assert order() == before
 
 
-def test_a_trainer_takes_the_kernel_that_its_config_chooses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_trainer_takes_the_kernel_that_its_config_chooses(monkeypatch):
     """Also in a program of the user's own, whose `DistEnv` knows no config."""
 
     class Asked(Exception): ...
 
-    def order(*words: str) -> None:
+    def order(*words):
         raise Asked(*words)
 
     monkeypatch.setattr("titanlite.trainer.kernel_order", order)
@@ -113,7 +107,7 @@ def test_a_trainer_takes_the_kernel_that_its_config_chooses(
     assert asked.value.args == ("cuda", "math")
 
 
-def test_timeouts_are_lowered_for_every_group(pool: Pools) -> None:
+def test_timeouts_are_lowered_for_every_group(pool):
     for after in pool(4).run(_timeouts):
         assert after == {
             name: timedelta(seconds=77) for name in ("default", "shard", "rep", "partial reshard")
@@ -128,9 +122,7 @@ def _joins(world: DistEnv) -> tuple[int, int, bool, str]:
     return *seen, dist.is_initialized(), str(wrong.value)
 
 
-def test_an_existing_group_is_joined_and_left_alone_and_wrong_degrees_are_refused(
-    pool: Pools,
-) -> None:
+def test_an_existing_group_is_joined_and_left_alone_and_wrong_degrees_are_refused(pool):
     for rank, found in enumerate(pool(2).run(_joins)):
         assert found == (rank, 2, True, "dp_shard 3 = 3, but there are 2 ranks")
 
@@ -180,16 +172,14 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], N
         ),
     ],
 )
-def test_wrong_environments_are_named(
-    environment: Callable[[dict[str, str]], None], variables: dict[str, str], message: str
-) -> None:
+def test_wrong_environments_are_named(environment, variables, message):
     environment(variables)
     with pytest.raises(ParallelismError) as error, DistEnv.open("cpu"):
         pass
     assert message in str(error.value)
 
 
-def test_environments_of_launchers_are_read(environment: Callable[[dict[str, str]], None]) -> None:
+def test_environments_of_launchers_are_read(environment):
     address = ("localhost", 29500)
     for variables, expected in [
         ({}, LaunchEnv(0, 1, 0, 1, None)),
@@ -228,9 +218,7 @@ except ParallelismError as error:
 """
 
 
-def test_a_run_on_512_ranks_may_open_a_socket_for_each_in_every_group_and_one_on_too_many_is_refused() -> (  # noqa: E501
-    None
-):
+def test_a_run_on_512_ranks_may_open_a_socket_for_each_in_every_group_and_too_many_are_refused():
     soft, hard, error = json.loads(python("-c", _LIMITS).stdout)
     assert soft == hard == 5000
     assert "may open 5,000 files, but 1,500 ranks need 6,256" in error
@@ -256,9 +244,7 @@ print(json.dumps([done, plain, faults()]))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"GLIBC_TUNABLES": TUNABLES}], ids=str)
-def test_freed_memory_is_kept_for_the_next_step_unless_the_user_chose_settings(
-    settings: dict[str, str],
-) -> None:
+def test_freed_memory_is_kept_for_the_next_step_unless_the_user_chose_settings(settings):
     done, plain, kept = json.loads(python("-c", _FAULTS, env=settings).stdout)
     assert done is not bool(settings)
     # 80 MiB at a time are 20,480 pages, fewer where they are huge. Those settings hold from the
@@ -284,7 +270,7 @@ with DistEnv.open() as world:
 
 
 @pytest.mark.slow
-def test_a_rank_that_raises_in_build_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
+def test_a_rank_that_raises_in_build_does_not_leave_the_others_waiting(tmp_path):
     """A loop without a watchdog and without torchrun.
 
     The group for saves waits for its ranks for half an hour.
@@ -340,12 +326,8 @@ OWN = {OLD_SIZE: "3", ON_TIMEOUT: "0", OLD_PREFIX: "/elsewhere/rank_"}
     ids=["nccl", "off", "the user's"],
 )
 def test_torch_gets_its_settings_unless_the_user_set_them(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    own: Any,
-    size: int,
-    expected: dict[str, str],
-) -> None:
+    monkeypatch, tmp_path, own, size, expected
+):
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     for name, value in own.items():

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.support.pool import Pools
 from titanlite.dist.dist_env import DistEnv
 from titanlite.parallel.tensor import tensor_loss
 from titanlite.regularized_loss import regularized
@@ -72,9 +71,7 @@ def _expected(z: float, smoothing: float, dtype: torch.dtype) -> tuple[float, to
     ],
     ids=["plain", "z-loss and smoothing", "bfloat16"],
 )
-def test_value_and_gradient_are_those_of_the_whole_loss(
-    pool: Pools, z: float, smoothing: float, dtype: torch.dtype, near: dict[str, float]
-) -> None:
+def test_value_and_gradient_are_those_of_the_whole_loss(pool, z, smoothing, dtype, near):
     value, gradient = _expected(z, smoothing, dtype)
     for found in pool(2).run(_figures, z, smoothing, dtype):
         assert found["loss"] == found["again"] == pytest.approx(value, rel=1e-6)
@@ -93,7 +90,7 @@ def _spoiled(world: DistEnv) -> tuple[float, float]:
     return poisoned.item(), padding.item() + logits.grad.to_local().abs().max().item()
 
 
-def test_infinities_show_on_every_rank_and_padding_alone_is_zero(pool: Pools) -> None:
+def test_infinities_show_on_every_rank_and_padding_alone_is_zero(pool):
     for poisoned, padding in pool(2).run(_spoiled):
         assert poisoned != poisoned  # NaN, as of `cross_entropy`
         assert padding == 0.0

@@ -8,7 +8,6 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -144,7 +143,7 @@ def alone(pool: Pools) -> Callable[[Run], Curve]:
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
 )
-def test_trains_as_one_rank(pool: Pools, alone: Callable[[Run], Curve], case: str) -> None:
+def test_trains_as_one_rank(pool, alone, case):
     ranks, flags = {**CASES, **MORE}[case]
     run = run_on(ranks, **flags)
     expected = alone(run)
@@ -164,7 +163,7 @@ def test_trains_as_one_rank(pool: Pools, alone: Callable[[Run], Curve], case: st
 
 
 @pytest.mark.slow
-def test_muon_makes_each_expert_orthogonal(pool: Pools, alone: Callable[[Run], Curve]) -> None:
+def test_muon_makes_each_expert_orthogonal(pool, alone):
     run = run_on(4, **{EP: 2, TP: 2, OPTIMIZER: "Muon"})
     expected = alone(run).weights
     found = pool(4).run(train_afresh, run)[0].weights
@@ -216,7 +215,7 @@ def _uneven(world: DistEnv, skew: float, recompute: bool) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize(("skew", "recompute"), [(0.0, False), (1.0, False), (1.0, True)])
-def test_one_rank_gets_all_rows_and_another_none(pool: Pools, skew: float, recompute: bool) -> None:
+def test_one_rank_gets_all_rows_and_another_none(pool, skew, recompute):
     (first, error), (second, other) = pool(2).run(_uneven, skew, recompute)
     assert max(error, other) < 1e-6
     assert (0 in (first, second)) == (skew == 1.0)
@@ -234,9 +233,7 @@ def _sent(world: DistEnv, run: Run) -> tuple[Counter[tuple[str, str]], int]:
 
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize(("flags", "forward"), [({}, 1), ({MODE: "full"}, 2), (BY_OPERATION, 1)])
-def test_a_layer_sends_and_reads_counts_once_and_sends_rows_twice_each_way(
-    pool: Pools, flags: dict[str, Any], forward: int
-) -> None:
+def test_a_layer_sends_and_reads_counts_once_and_sends_rows_twice_each_way(pool, flags, forward):
     sent, read = pool(2).run(_sent, run_on(2, **{EP: 2, **flags}))[0]
     layers = SIZE["n_layers"]
     moved = {kind: number for (name, kind), number in sent.items() if name == "all_to_all_single"}
@@ -248,9 +245,7 @@ def test_a_layer_sends_and_reads_counts_once_and_sends_rows_twice_each_way(
 
 
 @pytest.mark.slow
-def test_resumes_exactly_and_passes_through_other_ranks_bit_for_bit(
-    pool: Pools, tmp_path: Path
-) -> None:
+def test_resumes_exactly_and_passes_through_other_ranks_bit_for_bit(pool, tmp_path):
     ranks = 4
     flags = {EP: 2, TP: 2}
     run = run_on(ranks, **flags)
@@ -305,9 +300,7 @@ SHARDS = "data_parallel_shard = "
         ),
     ],
 )
-def test_a_degree_that_does_not_fit_is_refused(
-    ranks: int, flags: dict[str, Any], key: str, message: str, hint: str
-) -> None:
+def test_a_degree_that_does_not_fit_is_refused(ranks, flags, key, message, hint):
     with pytest.raises(ConfigError) as caught:
         config_of(ranks, **flags)
     (problem,) = caught.value.problems
@@ -316,7 +309,7 @@ def test_a_degree_that_does_not_fit_is_refused(
     assert problem.remedy.endswith(hint) if key == RESHARD else hint in problem.remedy
 
 
-def test_a_dense_model_is_refused() -> None:
+def test_a_dense_model_is_refused():
     with pytest.raises(ConfigError) as caught:
         load_config("debug_model.toml", 2, [f"--{EP}=2"])
     assert [(p.key, p.remedy) for p in caught.value.problems] == [
@@ -324,7 +317,7 @@ def test_a_dense_model_is_refused() -> None:
     ]
 
 
-def test_a_budget_covers_no_experts_of_other_ranks() -> None:
+def test_a_budget_covers_no_experts_of_other_ranks():
     budget = {MODE: "budget", COMPILE: "true"}
     assert config_of(2, **budget).activation_checkpoint.mode == "budget"
     with pytest.raises(ConfigError, match="are not compiled"):
@@ -364,9 +357,7 @@ def _parts(world: DistEnv) -> tuple[list[bool], list[str]]:
     return [p.requires_grad for p in moe.experts.parameters()], messages
 
 
-def test_frozen_experts_stay_frozen_and_those_that_ranks_cannot_share_are_refused(
-    pool: Pools,
-) -> None:
+def test_frozen_experts_stay_frozen_and_those_that_ranks_cannot_share_are_refused(pool):
     found, messages = pool(2).run(_parts)[0]
     assert found == [False, True, True]
     assert messages[0] == "ranks cannot share experts without an `exchange`: layers.0.feed_forward"
@@ -379,5 +370,5 @@ def test_frozen_experts_stay_frozen_and_those_that_ranks_cannot_share_are_refuse
     ("flags", "ranks"),
     [([], 4), ([f"--{CP}=2"], 4), ([f"--{RESHARD}=2"], 8), ([f"--{TP}=2"], 4), ([f"--{TP}=8"], 8)],
 )
-def test_the_fewest_ranks_hold_the_experts(flags: list[str], ranks: int) -> None:
+def test_the_fewest_ranks_hold_the_experts(flags, ranks):
     assert smallest_world(load_file("debug_model.toml", [f"--{EP}=4", *flags])) == ranks

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -36,7 +35,6 @@ from tests.support.harness import (
     train,
     weights_of,
 )
-from tests.support.pool import Pools
 from titanlite.checkpoint.state_dict import gather
 from titanlite.config.sections import Float8, Training
 from titanlite.dist.dist_env import DistEnv
@@ -83,14 +81,12 @@ BF16 = ("bfloat16", "bfloat16")
     ],
     ids=["off", *RECIPES, "mxfp8"],
 )
-def test_products_have_the_types_of_their_recipe(
-    pool: Pools, float8: Float8, products: dict[tuple[str, ...], int]
-) -> None:
+def test_products_have_the_types_of_their_recipe(pool, float8, products):
     assert pool(1).run(watch_step, replace(RUN, float8=float8))[0].products == {BF16: 3, **products}
 
 
 @pytest.mark.slow
-def test_initial_weights_and_those_of_a_checkpoint_are_those_without_float8(pool: Pools) -> None:
+def test_initial_weights_and_those_of_a_checkpoint_are_those_without_float8(pool):
     weights, plain = pool(2).run(_weights, RUN)[0]
     for float8 in (GATHERED, MX):
         found, saved = pool(2).run(_weights, replace(RUN, float8=float8))[0]
@@ -125,7 +121,7 @@ def _kernels(world: DistEnv, run: Run) -> tuple[int, list[float]]:
 @pytest.mark.parametrize(
     "name", [RECIPES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES[1:])]
 )
-def test_emulation_computes_the_numbers_of_scaled_mm(pool: Pools, name: str) -> None:
+def test_emulation_computes_the_numbers_of_scaled_mm(pool, name):
     """torch has that operator for CPUs too: the kernels of a GPU run here, if slowly."""
     run = replace(RUN, rates=RUN.rates[:3])
     (real, losses), (emulated, others), (none, bf16) = (
@@ -138,7 +134,7 @@ def test_emulation_computes_the_numbers_of_scaled_mm(pool: Pools, name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
-def test_sizes_too_small_to_gain_are_torchaos(name: Any) -> None:
+def test_sizes_too_small_to_gain_are_torchaos(name):
     from torchao.float8 import _auto_filter_for_recipe
 
     wanted = _auto_filter_for_recipe(name, [])
@@ -150,8 +146,8 @@ def test_sizes_too_small_to_gain_are_torchaos(name: Any) -> None:
 
 
 def test_converted_weights_are_gathered_as_half_the_bytes_of_bf16_with_one_reduction_of_scales(
-    pool: Pools,
-) -> None:
+    pool,
+):
     """Besides the step's own two all-reduces.
 
     Without precompute, one for each weight and time it is gathered.
@@ -183,7 +179,7 @@ def _scales(world: DistEnv, run: Run) -> tuple[list[float], list[float]]:
     return ours, [w.fsdp_pre_all_gather(shards)[1][0].item() for w in wrappers]
 
 
-def test_precomputed_scales_are_those_found_weight_by_weight(pool: Pools) -> None:
+def test_precomputed_scales_are_those_found_weight_by_weight(pool):
     ranks = pool(2).run(_scales, replace(RUN, float8=GATHERED))
     assert all(ours == single and len(ours) == LINEARS for ours, single in ranks)
     assert ranks[0] == ranks[1]

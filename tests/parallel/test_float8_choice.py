@@ -46,7 +46,7 @@ def reasons(*args: Any, **settings: Any) -> dict[str, str]:
     return {kind: one.reason for kind, one in choices(*args, **settings).items() if one.reason}
 
 
-def test_all_but_the_head_is_converted() -> None:
+def test_all_but_the_head_is_converted():
     found = choices()
     assert list(found) == [*KINDS, "output"]
     assert reasons() == {"output": "the head"}
@@ -55,7 +55,7 @@ def test_all_but_the_head_is_converted() -> None:
     assert len(converted_names(found.values())) == 7 * 32
 
 
-def test_what_is_filtered_or_small_or_odd_stays_and_says_why() -> None:
+def test_what_is_filtered_or_small_or_odd_stays_and_says_why():
     found = reasons(filter_fqns=["wo", "w2"], min_features=2048)
     assert found["attention.wo"] == "filter_fqns: wo"
     assert found["attention.wk"] == "below min_features = 2048"
@@ -67,7 +67,7 @@ def test_what_is_filtered_or_small_or_odd_stays_and_says_why() -> None:
 
 
 @pytest.mark.parametrize(("recipe", "block"), [("tensorwise", 16), ("mxfp8", 32)])
-def test_sizes_count_as_tensor_parallelism_leaves_them(recipe: str, block: int) -> None:
+def test_sizes_count_as_tensor_parallelism_leaves_them(recipe, block):
     args = resolve_args("llama3", "8B", {"ffn_dim": 3 * block})
     assert reasons(args, recipe_name=recipe) == {"output": "the head"}
     size = f"{3 * block // 2} is not a multiple of {block}"
@@ -79,7 +79,7 @@ def test_sizes_count_as_tensor_parallelism_leaves_them(recipe: str, block: int) 
     }
 
 
-def test_weights_that_tensor_parallelism_leaves_whole_stay_with_mx() -> None:
+def test_weights_that_tensor_parallelism_leaves_whole_stay_with_mx():
     """Their products sum over tokens of several ranks."""
     args = resolve_args("deepseek_v3", "16B")
     alone, parts = (choices(args, ranks, "deepseek_v3", recipe_name="mxfp8") for ranks in (1, 2))
@@ -114,12 +114,8 @@ MX = [ON, "--float8.recipe_name=mxfp8", "--training.mixed_precision_param=bfloat
     ids=str,
 )
 def test_machines_without_float8_are_refused_unless_they_emulate_it(
-    monkeypatch: pytest.MonkeyPatch,
-    flags: list[str],
-    capability: tuple[int, int] | None,
-    versions: dict[str, str],
-    refused: str,
-) -> None:
+    monkeypatch, flags, capability, versions, refused
+):
     words = [flag for flag in flags if flag != "no kernels"]
     runs = [run(), run(*words), run(*words, "--float8.emulate")]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
@@ -134,7 +130,7 @@ def test_machines_without_float8_are_refused_unless_they_emulate_it(
     check_machine(emulated)
 
 
-def test_a_plan_that_leaves_such_a_weight_whole_is_refused() -> None:
+def test_a_plan_that_leaves_such_a_weight_whole_is_refused():
     model = nn.ModuleDict({"w": nn.Linear(32, 32)})
     apply_mx(model, ["w"], "mxfp8", emulate=True)
     with pytest.raises(ParallelismError, match="divided as colwise, gathered, rowwise, and not as"):
@@ -157,21 +153,19 @@ def test_a_plan_that_leaves_such_a_weight_whole_is_refused() -> None:
         (["--float8.filter_fqns=attention,feed_forward"], "leaves no product in mxfp8: "),
     ],
 )
-def test_keys_that_make_no_sense_with_it_are_refused(flags: list[str], message: str) -> None:
+def test_keys_that_make_no_sense_with_it_are_refused(flags, message):
     with pytest.raises(ConfigError, match=message):
         run(*MX, "--float8.emulate", *flags, ranks=2)
 
 
-def test_products_of_a_gpu_are_bfloat16() -> None:
+def test_products_of_a_gpu_are_bfloat16():
     dtype = "--training.mixed_precision_param=float32"
     with pytest.raises(ConfigError, match='excludes training.mixed_precision_param = "float32"'):
         run(*MX, dtype)
     assert run(*MX).float8.is_mx and run(*MX, "--float8.emulate", dtype).float8.emulate
 
 
-def test_an_older_torchao_is_refused_also_where_it_is_emulated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_older_torchao_is_refused_also_where_it_is_emulated(monkeypatch):
     emulated = run(*MX, "--float8.emulate")
     other = run("--float8.enable_float8_linear", "--float8.emulate")
     monkeypatch.setattr("importlib.metadata.version", {"torchao": "0.17.0"}.get)

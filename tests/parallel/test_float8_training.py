@@ -5,7 +5,6 @@ resumable.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ from tests.support.float8_runs import (
 )
 from tests.support.harness import FULL, OP, TINY, changed, train
 from tests.support.pool import Pools
-from titanlite.config.sections import ActivationCheckpoint, Compile, Float8
+from titanlite.config.sections import Compile, Float8
 from titanlite.models import resolve_args
 from titanlite.models.deepseek_v3 import DeepSeekV3Args
 
@@ -66,9 +65,7 @@ def seeds(pool: Pools) -> list[list[float]]:
 @pytest.mark.parametrize(
     ("float8", "most"), [(EMULATED, 2), (recipe("rowwise_with_gw_hp"), 2), (MX, 0.5)]
 )
-def test_losses_stay_within_the_spread_of_seeds(
-    pool: Pools, seeds: list[list[float]], float8: Float8, most: float
-) -> None:
+def test_losses_stay_within_the_spread_of_seeds(pool, seeds, float8, most):
     """Mean distance from bf16, as a share of that of another seed; and the model learns."""
     ours = pool(1).run(train, replace(RUN, rates=RATES, float8=float8))[0].losses
     assert 0 < distance(ours, seeds[0]) < most * spread(seeds[0], seeds[1:])
@@ -91,9 +88,7 @@ def test_losses_stay_within_the_spread_of_seeds(
         pytest.param(MX, {"tensor": 2, "args": WIDE}, 4, id="mx, tp 2, fsdp 2"),
     ],
 )
-def test_the_losses_are_those_of_one_rank(
-    pool: Pools, float8: Float8, changes: dict[str, Any], ranks: int
-) -> None:
+def test_the_losses_are_those_of_one_rank(pool, float8, changes, ranks):
     """Ten steps, but for rounding; three seeds differ by more."""
     run = replace(RUN, float8=float8, **changes)
     alone = pool(1).run(train, run.alone())[0].losses
@@ -103,7 +98,7 @@ def test_the_losses_are_those_of_one_rank(
         assert ours != pool(ranks).run(train, replace(run, float8=Float8()))[0].losses
 
 
-def test_groups_of_float8_weights_alone_train_as_whole_blocks(pool: Pools) -> None:
+def test_groups_of_float8_weights_alone_train_as_whole_blocks(pool):
     """Bit for bit: gloo knows no float8, so the weights travel as bytes."""
     run = replace(RUN, rates=RATES[:3], float8=PRECOMPUTED)
     alone = changed(run.training, fsdp_units=["Attention", "FeedForward"])
@@ -114,9 +109,7 @@ def test_groups_of_float8_weights_alone_train_as_whole_blocks(pool: Pools) -> No
 
 
 @pytest.mark.parametrize(("float8", "settings"), [(PRECOMPUTED, FULL), (PRECOMPUTED, OP), (MX, OP)])
-def test_recomputation_gives_the_same_numbers(
-    pool: Pools, float8: Float8, settings: ActivationCheckpoint
-) -> None:
+def test_recomputation_gives_the_same_numbers(pool, float8, settings):
     """Bit for bit."""
     run = replace(RUN, rates=RATES[:4], float8=float8)
     plain = pool(2).run(train, run)[0]
@@ -127,9 +120,7 @@ def test_recomputation_gives_the_same_numbers(
 
 
 @pytest.mark.parametrize("float8", [PRECOMPUTED, MX], ids=["all-gather", "mx"])
-def test_resumed_steps_are_those_without_a_break_bit_for_bit(
-    pool: Pools, tmp_path: Path, float8: Float8
-) -> None:
+def test_resumed_steps_are_those_without_a_break_bit_for_bit(pool, tmp_path, float8):
     """The scales of gathered weights are not in the checkpoint: the first step finds them again."""
     run = replace(SAVED, training=RUN.training, float8=float8)
     assert len(set(two_and_two(pool, run, tmp_path)["losses"])) == 4
@@ -138,7 +129,7 @@ def test_resumed_steps_are_those_without_a_break_bit_for_bit(
 BF16 = Float8()
 
 
-def test_latent_attention_and_experts_train_as_in_bf16(pool: Pools) -> None:
+def test_latent_attention_and_experts_train_as_in_bf16(pool):
     """Weights that tensor parallelism leaves whole, as of shared experts, stay in bf16 there."""
     shape = resolve_args("deepseek_v3", "debugmodel", {"n_layers": 2}, tokenizer_size=192)
     args = replace(shape, vocab_size=192, max_seq_len=64)
@@ -148,7 +139,7 @@ def test_latent_attention_and_experts_train_as_in_bf16(pool: Pools) -> None:
     assert ours[-1] < ours[0] - 0.5
 
 
-def test_compiled_blocks_give_the_numbers_of_eager_ones(pool: Pools) -> None:
+def test_compiled_blocks_give_the_numbers_of_eager_ones(pool):
     run = replace(RUN, rates=RATES[:2], float8=MX, activations=OP)
     eager = pool(1).run(train, run)[0]
     ours = pool(1).run(train, replace(run, compile=Compile(backend="aot_eager")))[0]

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches
-from tests.support.pool import Pools
 from tests.support.watch import GATHER, REDUCE, SUM, Sent, Watch, Wire, collectives
 from titanlite.dist import ParallelismError
 from titanlite.dist.dist_env import DistEnv
@@ -61,8 +60,8 @@ def _bytes(seen: list[Sent], name: str, end: str) -> int:
     ids=["block", "root", "class", "classes"],
 )
 def test_each_policy_gathers_as_its_reshard_setting_says(
-    pool: Pools, fsdp_units: Any, groups: int, last_two: int, reshard: Any
-) -> None:
+    pool, fsdp_units, groups, last_two, reshard
+):
     training = full_precision(fsdp_units=fsdp_units, reshard_after_forward=reshard)
     seen = pool(2).run(_step, replace(RUN, training=training))[0]
     again = {"default": max(groups - 2, 0), "always": groups, "never": 0}[reshard]
@@ -73,7 +72,7 @@ def test_each_policy_gathers_as_its_reshard_setting_says(
     assert _bytes(seen, REDUCE, "out") == 4 * TOTAL // 2
 
 
-def test_a_number_gathers_for_backward_within_groups_of_that_many_ranks(pool: Pools) -> None:
+def test_a_number_gathers_for_backward_within_groups_of_that_many_ranks(pool):
     for seen in pool(4).run(_step, replace(RUN, training=full_precision(reshard_after_forward=2))):
         ranks = Counter(sent.bytes_out // sent.bytes_in for sent in seen if sent.name == GATHER)
         assert ranks == {4: 4, 2: 4}, "forward over all four ranks, backward over two"
@@ -87,9 +86,7 @@ def test_a_number_gathers_for_backward_within_groups_of_that_many_ranks(pool: Po
     [(4, {GATHER: 6, REDUCE: 4, SUM: 4}, TOTAL // 2), (2, {SUM: 4}, TOTAL)],
     ids=["HSDP", "DDP"],
 )
-def test_replicas_add_one_all_reduce_of_a_shard_per_group(
-    pool: Pools, ranks: int, counts: dict[str, int], summed: int
-) -> None:
+def test_replicas_add_one_all_reduce_of_a_shard_per_group(pool, ranks, counts, summed):
     for seen in pool(ranks).run(_step, replace(RUN, replicas=2)):
         assert _counts(seen) == counts
         assert _bytes(seen, SUM, "in") == 4 * summed
@@ -143,9 +140,7 @@ def _order(world: DistEnv, run: Run) -> tuple[list[int], list[int]]:
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("ahead", "tied"), [(0, False), (2, False), (1, True)])
-def test_prefetch_begins_gathers_before_the_group_in_front_computes(
-    pool: Pools, ahead: int, tied: bool
-) -> None:
+def test_prefetch_begins_gathers_before_the_group_in_front_computes(pool, ahead, tied):
     """Groups are embedding, five blocks, norm with head, all gathered again for backward.
 
     Tied embedding and head stay gathered from the first to the last use: block 0 is next after
@@ -221,8 +216,8 @@ def _own_model(world: DistEnv, prefetch: int, average: bool, replicas: int) -> t
     ids=["ahead", "average", "average, DDP"],
 )
 def test_a_users_own_model_has_the_gradients_of_one_process(
-    pool: Pools, prefetch: int, average: bool, replicas: int, gathers: int, within: float
-) -> None:
+    pool, prefetch, average, replicas, gathers, within
+):
     for worst, gathered in pool(2).run(_own_model, prefetch, average, replicas):
         assert worst < within
         assert gathered == gathers
@@ -238,21 +233,24 @@ def _refused_steps(world: DistEnv) -> dict[str, str]:
         "ddp": DistributedDataParallel,
         "torch's own": lambda model: fully_shard(model, mesh=mesh["dp_shard"]),
         "averaged": lambda model: apply_fsdp(model, groups, mesh, average=True),
+        "both": lambda model: apply_fsdp(
+            model, groups, mesh, average=True, placement=lambda _: None
+        ),
         "no factors": lambda model: apply_fsdp(model, groups, tensor),
     }
     found = {}
     for name, spread in ways.items():
         model: nn.Module = Odd()
-        model = spread(model) or model
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         try:
+            model = spread(model) or model
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             TrainStep(model, optimizer, PlainRunner(model), FiniteGuard(world.device), 1.0)
         except ParallelismError as error:
             found[name] = str(error)
     return found
 
 
-def test_a_step_refuses_a_model_that_ranks_would_train_apart(pool: Pools) -> None:
+def test_a_step_refuses_a_model_that_ranks_would_train_apart(pool):
     call = "call apply_fsdp(model, groups, mesh) before the optimizer is made, in place of"
     for found in pool(2).run(_refused_steps):
         assert found == {
@@ -261,6 +259,8 @@ def test_a_step_refuses_a_model_that_ranks_would_train_apart(pool: Pools) -> Non
             "torch's own": found["averaged"],
             "averaged": f"gradients are averaged over ranks, and a step needs their sum: {call} "
             "fully_shard, without average = True",
+            "both": "gradients of parameters with a placement are summed, and average asks for a "
+            "mean",
             "no factors": "gradients are summed over 1 rank, and 2 have tokens of their own by "
             "`factors`: give the ReplicationFactors of tensor and pipeline parallelism",
         }
@@ -293,7 +293,7 @@ def _one_rank(world: DistEnv) -> tuple[list[int], bool, bool]:
     return copied, sums, torch.equal(ours(tokens), plain(tokens))
 
 
-def test_one_rank_computes_with_its_shards_and_copies_nothing(pool: Pools) -> None:
+def test_one_rank_computes_with_its_shards_and_copies_nothing(pool):
     assert pool(1).run(_one_rank) == [([], True, True)]
 
 
@@ -317,12 +317,12 @@ def _bf16_weights(world: DistEnv) -> bool:
     return all(torch.equal(total.bfloat16(), p.grad.to_local()) for total, p in pairs)  # type: ignore[union-attr]
 
 
-def test_one_rank_sums_gradients_of_bf16_weights_in_float32(pool: Pools) -> None:
+def test_one_rank_sums_gradients_of_bf16_weights_in_float32(pool):
     assert pool(1).run(_bf16_weights) == [True]
 
 
 @pytest.mark.parametrize("name", ["DecoderLayer", "SdpaAttention", "ModuleDict", "Llama"])
-def test_a_class_that_makes_no_group_is_refused_with_those_that_do(name: str) -> None:
+def test_a_class_that_makes_no_group_is_refused_with_those_that_do(name):
     """Also modules without parameters, lists that are never called, and the root itself."""
     there = "Attention (2), Block (2), Embedding (1), FeedForward (2), Linear (15), RMSNorm (5)"
     with pytest.raises(ParallelismError) as error:
@@ -345,7 +345,7 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def test_shared_parameters_stay_in_one_group() -> None:
+def test_shared_parameters_stay_in_one_group():
     model = Tied()
     layers = [("early.0",), ("early.1",), ("late.1",)]
     assert groups_by_class(model, ["Sequential"]) == layers, (

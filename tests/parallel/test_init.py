@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 
 from tests.support.checkpoints import assert_equal
 from tests.support.harness import TINY, Degrees, Run, initial_weights
-from tests.support.pool import Pools
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models.spec import Init
 from titanlite.parallel.init import ROWS, _draw, fill, materialize, seed_generators
@@ -30,16 +28,14 @@ RUN = Run(torch.zeros(0), torch.zeros(0), [], args=replace(TINY, vocab_size=3 * 
     ],
     ids=["fsdp 4", "tp 2, tied", "tp 2, ddp 2, tied"],
 )
-def test_weights_are_those_of_one_rank_bit_for_bit(
-    pool: Pools, ranks: int, changes: dict[str, Any]
-) -> None:
+def test_weights_are_those_of_one_rank_bit_for_bit(pool, ranks, changes):
     run = replace(RUN, **changes)
     alone = pool(1).run(initial_weights, run.alone())[0]
     for weights in pool(ranks).run(initial_weights, run):
         assert_equal(weights, alone)
 
 
-def test_weights_depend_on_name_row_and_seed(pool: Pools) -> None:
+def test_weights_depend_on_name_row_and_seed(pool):
     alone = pool(1).run(initial_weights, RUN)[0]
     wq = alone["layers.0.attention.wq.weight"]
     others = pool(1).run(initial_weights, replace(RUN, seed=2))[0]
@@ -48,7 +44,7 @@ def test_weights_depend_on_name_row_and_seed(pool: Pools) -> None:
     assert not torch.equal(*wq.chunk(2))
 
 
-def test_any_row_and_column_range_is_a_cut_of_the_whole() -> None:
+def test_any_row_and_column_range_is_a_cut_of_the_whole():
     shape = (2 * ROWS + 5, 6)
     init = Init("trunc_normal", std=0.02, bound=0.06)
     whole = torch.empty(shape)
@@ -71,10 +67,10 @@ def test_any_row_and_column_range_is_a_cut_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32], ids=str)
-def test_a_forgotten_parameter_or_buffer_is_named(dtype: torch.dtype) -> None:
+def test_a_forgotten_parameter_or_buffer_is_named(dtype):
     """Memory of before would be weights, positions or masks."""
 
-    def fill(module: Any) -> None:
+    def fill(module):
         nn.init.ones_(module.weight)
 
     with torch.device("meta"):
@@ -98,9 +94,7 @@ def _drawn(world: DistEnv, degrees: Degrees) -> int:
     ],
     ids=["fsdp x tp", "ddp x cp"],
 )
-def test_generators_differ_except_among_ranks_that_share_products(
-    pool: Pools, degrees: Degrees, alike: list[tuple[int, ...]]
-) -> None:
+def test_generators_differ_except_among_ranks_that_share_products(pool, degrees, alike):
     drawn = pool(4).run(_drawn, degrees)
     assert len(set(drawn)) == len(alike)
     assert all(len({drawn[rank] for rank in ranks}) == 1 for ranks in alike)

@@ -15,7 +15,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tests.support.harness import full
-from tests.support.pool import Pools
 from titanlite.dist import ParallelismError
 from titanlite.dist.dist_env import DistEnv
 from titanlite.features.mx.convert import apply_mx
@@ -94,7 +93,7 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_three_products_are_those_of_the_specification(recipe: str) -> None:
+def test_the_three_products_are_those_of_the_specification(recipe):
     """But for sums in float32; other blocks, other scales or E5M2 would be percents away."""
     linear = converted(96, 64, recipe, bias=True)
     linear.weight.data = wide(64, 96, 1)
@@ -112,7 +111,7 @@ def test_the_three_products_are_those_of_the_specification(recipe: str) -> None:
     assert torch.equal(linear(x), found[0] + linear.bias)
 
 
-def test_numbers_that_are_not_finite_stay_so() -> None:
+def test_numbers_that_are_not_finite_stay_so():
     """The guard must see them."""
     linear = converted(64, 32, "mxfp8")
     x = torch.randn(32, 64)
@@ -124,7 +123,7 @@ def test_numbers_that_are_not_finite_stay_so() -> None:
     assert gradient.isfinite().all()
 
 
-def test_only_plain_linears_are_converted() -> None:
+def test_only_plain_linears_are_converted():
     class Own(nn.Linear):
         pass
 
@@ -157,7 +156,7 @@ def _two_products(world: DistEnv, ranks: int) -> dict[str, Tensor]:
     return {**found, "output": output.detach(), "input": x.grad}
 
 
-def test_ranks_that_divide_a_product_round_as_one_rank_does(pool: Pools) -> None:
+def test_ranks_that_divide_a_product_round_as_one_rank_does(pool):
     """Blocks lie in one rank's part, so all but the order of sums is equal."""
     alone = pool(1).run(_two_products, 1)[0]
     for ours in pool(2).run(_two_products, 2):

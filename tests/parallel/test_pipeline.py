@@ -23,7 +23,6 @@ from tests.support.harness import (
     train,
     weights_of,
 )
-from tests.support.pool import Pools
 from tests.support.reference import Curve
 from tests.support.watch import GATHER, REDUCE, Wire
 from titanlite.dist import ParallelismError
@@ -31,7 +30,6 @@ from titanlite.dist.dist_env import DistEnv
 from titanlite.features.pipeline.stage_layout import split_stages
 from titanlite.features.pipeline.stages import PipelineModel, cut_stages
 from titanlite.loss import cross_entropy_sum
-from titanlite.models import LlamaArgs
 from titanlite.models.counts import count_parameters, flops_per_token, pipeline_costs
 from titanlite.models.llama import LLAMA3
 from titanlite.models.spec import Cost
@@ -60,9 +58,7 @@ def _placement(world: DistEnv, run: Run) -> tuple[dict[str, torch.Tensor], int, 
     [("1F1B", [[0], [1]]), ("ZBVZeroBubble", [[0, 3], [1, 2]])],
     ids=["1F1B", "ZBV"],
 )
-def test_each_rank_holds_its_stages_alone_and_starts_as_one_rank_does(
-    pool: Pools, schedule: str, stages_of: list[list[int]]
-) -> None:
+def test_each_rank_holds_its_stages_alone_and_starts_as_one_rank_does(pool, schedule, stages_of):
     run = replace(RUN, schedule=schedule)
     whole = pool(1).run(initial_weights, run.alone())[0]
     stages = split_stages(COSTS, 2, schedule).stages
@@ -88,9 +84,7 @@ def _communication(world: DistEnv, run: Run) -> Counter[str]:
 
 
 @pytest.mark.slow
-def test_weights_are_gathered_and_gradients_reduced_once_for_all_micro_batches(
-    pool: Pools,
-) -> None:
+def test_weights_are_gathered_and_gradients_reduced_once_for_all_micro_batches(pool):
     """Groups: two blocks and the embedding, or norm with head. Four micro-batches."""
     seen = pool(4).run(_communication, RUN)
     assert [(rank[GATHER], rank[REDUCE]) for rank in seen] == [(3, 3)] * 4
@@ -107,7 +101,7 @@ def _train_without_views(world: DistEnv, run: Run) -> Curve:
 
 
 @pytest.mark.slow
-def test_a_stage_may_end_with_the_norm_where_ranks_share_products(pool: Pools) -> None:
+def test_a_stage_may_end_with_the_norm_where_ranks_share_products(pool):
     run = replace(RUN, rates=WARM[:2], split_points=("output",), tensor=2, loss_chunks=3)
     plain = pool(1).run(train, replace(run.alone(), loss_chunks=1))[0]
     ours = pool(4).run(_train_without_views, run)[0]
@@ -126,9 +120,7 @@ def test_a_stage_may_end_with_the_norm_where_ranks_share_products(pool: Pools) -
     ],
     ids=["8B on 4", "405B on 16", "a block each"],
 )
-def test_stages_cost_as_evenly_as_blocks_allow(
-    args: LlamaArgs, stages: int, blocks: list[int]
-) -> None:
+def test_stages_cost_as_evenly_as_blocks_allow(args, stages, blocks):
     """The head of Llama 3 8B costs 1.8 blocks of FLOPs, that of 405B 0.7; the embedding costs
     memory alone.
     """
@@ -138,14 +130,14 @@ def test_stages_cost_as_evenly_as_blocks_allow(
     assert [sum(name.startswith("layers.") for name in stage) for stage in layout.stages] == blocks
 
 
-def test_costs_are_those_of_the_whole_model() -> None:
+def test_costs_are_those_of_the_whole_model():
     args = LLAMA3.flavors["3.1-70B"]
     costs = pipeline_costs(args, 8192).values()
     assert sum(cost.parameters for cost in costs) == count_parameters(args) == 70_553_706_496
     assert sum(cost.flops for cost in costs) == flops_per_token(args, 8192)
 
 
-def test_stages_lie_on_ranks_as_the_schedule_runs_them() -> None:
+def test_stages_lie_on_ranks_as_the_schedule_runs_them():
     points = ("layers.1", "layers.2", "layers.3")
     assert split_stages(COSTS, 2, "LoopedBFS", points).ranks == (0, 1, 0, 1)
     layout = split_stages(COSTS, 2, "ZBVZeroBubble", points)
@@ -178,7 +170,7 @@ def _cut(world: DistEnv, scaled: bool) -> str:
     return ""
 
 
-def test_a_stage_whose_weights_would_not_be_trained_is_refused(pool: Pools) -> None:
+def test_a_stage_whose_weights_would_not_be_trained_is_refused(pool):
     for message in pool(2).run(_cut, True):
         assert message == "no stage of the pipeline has scale: pipeline_costs must name its module"
     for rank, message in enumerate(pool(2).run(_cut, False)):
@@ -189,7 +181,7 @@ def test_a_stage_whose_weights_would_not_be_trained_is_refused(pool: Pools) -> N
         )
 
 
-def test_a_model_that_cannot_be_cut_is_refused() -> None:
+def test_a_model_that_cannot_be_cut_is_refused():
     without_parameters = {**COSTS, "norm": Cost(0, 0)}
     with pytest.raises(ParallelismError, match="a stage of norm alone has no parameters"):
         split_stages(without_parameters, 3, "1F1B", ("norm", "output"))

@@ -39,7 +39,7 @@ def _all(*calls: Callable[[], object]) -> None:
         thread.join()
 
 
-def test_missing_ranks_are_named_and_a_busy_one_gets_more_time() -> None:
+def test_missing_ranks_are_named_and_a_busy_one_gets_more_time():
     with pytest.raises(RendezvousError) as error:
         barrier(_register(4, 0, 2)[0], 0, 4, patience=900, limit=0.3)
     assert str(error.value).startswith(
@@ -51,7 +51,7 @@ def test_missing_ranks_are_named_and_a_busy_one_gets_more_time() -> None:
     assert str(error.value).startswith(who)
 
 
-def test_a_store_that_cannot_be_reached_is_named_but_rank_0_may_start_late() -> None:
+def test_a_store_that_cannot_be_reached_is_named_but_rank_0_may_start_late():
     address = "127.0.0.1", free_port()
     with pytest.raises(
         RendezvousError,
@@ -71,7 +71,7 @@ def test_a_store_that_cannot_be_reached_is_named_but_rank_0_may_start_late() -> 
         register(1, 2, silent.getsockname(), limit=1)
 
 
-def test_ranks_that_cannot_connect_learn_which_interface_to_check() -> None:
+def test_ranks_that_cannot_connect_learn_which_interface_to_check():
     store, _ = _register(2, 0, 1)
     with pytest.raises(
         RendezvousError, match="all 2 ranks are there, but rank 0 on .*GLOO_SOCKET_IFNAME"
@@ -80,9 +80,7 @@ def test_ranks_that_cannot_connect_learn_which_interface_to_check() -> None:
     assert not dist.is_initialized()
 
 
-def test_an_error_before_the_barrier_ends_the_other_ranks_with_its_text(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_error_before_the_barrier_ends_the_other_ranks_with_its_text(monkeypatch):
     """Rank 1 waits in the barrier already, rank 2 for rank 0; rank 3 comes to it later.
 
     No rank waits for a limit.
@@ -94,7 +92,7 @@ def test_an_error_before_the_barrier_ends_the_other_ranks_with_its_text(
     ended: dict[int, float] = {}
     last_came: list[float] = []
 
-    def attempt(rank: int) -> None:
+    def attempt(rank):
         try:
             with report_failure(stores[rank], rank, 4):
                 time.sleep({0: 0.3, 3: 1.0}.get(rank, 0))

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.compare import LABELS, TOKENS, WARM
 from tests.support.harness import Run, build_tiny, micro_batches, stepper
-from tests.support.pool import Pools
 from titanlite.config.sections import Compile
 from titanlite.dist import ParallelismError
 from titanlite.dist.dist_env import DistEnv
@@ -39,7 +38,7 @@ def _places(world: DistEnv, run: Run) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.to_local().shape) for name, parameter in parameters}
 
 
-def test_every_weight_is_where_it_should_be(pool: Pools) -> None:
+def test_every_weight_is_where_it_should_be(pool):
     """Rows or columns by tensor parallelism, then rows by FSDP, on 2 x 2 ranks."""
     block = {
         "attention.wq": (16, 64),
@@ -87,8 +86,8 @@ def _profile(world: DistEnv, run: Run) -> Counter[str]:
     ],
 )
 def test_activations_are_gathered_and_scattered_and_not_reduced_as_a_whole(
-    pool: Pools, changes: dict[str, Any], gathers: int, reductions: int, graphs: int
-) -> None:
+    pool, changes, gathers, reductions, graphs
+):
     """Four of each a block, one each for embedding and head; all-reduces for norms' weights and for
     the loss alone.
     """
@@ -132,9 +131,7 @@ def _figures(world: DistEnv, run: Run) -> dict[str, Any]:
     [(2, True), (4, False)],
     ids=["tp 2", "tp 2, fsdp 2, whole logits"],
 )
-def test_validation_and_norms_by_layer_are_those_of_one_rank(
-    pool: Pools, ranks: int, loss_parallel: bool
-) -> None:
+def test_validation_and_norms_by_layer_are_those_of_one_rank(pool, ranks, loss_parallel):
     run = replace(RUN, loss_parallel=loss_parallel)
     alone = pool(1).run(_figures, run.alone())[0]
     assert alone["tokens"] == (LABELS[0] != -100).sum()
@@ -146,9 +143,7 @@ def test_validation_and_norms_by_layer_are_those_of_one_rank(
         assert ours["padding"] == (0.0, 0.0)
 
 
-def test_overlap_needs_gpus_of_one_node_that_reach_each_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_overlap_needs_gpus_of_one_node_that_reach_each_other(monkeypatch):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a // 2 == b // 2)
     check_async(2, "cuda", 4)
     for arguments, message in [
@@ -160,7 +155,7 @@ def test_overlap_needs_gpus_of_one_node_that_reach_each_other(
             check_async(*arguments)
 
 
-def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_torch_is_refused(monkeypatch):
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0+cu130"))
     needs_torch("2.11", "nothing")
     with pytest.raises(ParallelismError) as caught:
@@ -202,7 +197,7 @@ def divided(world: DistEnv, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def test_ranks_that_divide_the_heads_have_one_mean(pool: Pools) -> None:
+def test_ranks_that_divide_the_heads_have_one_mean(pool):
     for dtype, within in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
         for found in pool(2).run(divided, dtype):
             for name, (ours, expected) in found.items():

@@ -81,13 +81,13 @@ def stated(text: str) -> str:
 
 @pytest.mark.slow_after(15)
 @pytest.mark.parametrize("name", HARDWARE)
-def test_a_file_says_how_much_of_its_gpus_it_takes(name: str) -> None:
+def test_a_file_says_how_much_of_its_gpus_it_takes(name):
     assert stated((FOLDER / f"{name}.toml").read_text()) == comment(name), (
         "run: python scripts/generate.py"
     )
 
 
-def test_every_file_says_it() -> None:
+def test_every_file_says_it():
     assert {file.stem for file in FOLDER.glob("*.toml")} - set(HARDWARE) == {"hf_debug"}
 
 
@@ -112,7 +112,7 @@ def examples(page: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_examples_of_a_page_are_what_is_printed(page: Path) -> None:
+def test_the_examples_of_a_page_are_what_is_printed(page):
     text = page.read_text()
     assert text.count("$ titanlite plan") == PAGES[page]
     assert examples(text) == text, "run: python scripts/generate.py"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from tests.plan.measured import CASES, allocated, measure, measure_step, planned
 from tests.support.block_trace import trace_block
 from tests.support.hf import TOML
 from tests.support.hf_compare import flags_of
-from tests.support.pool import Pools
 from tests.support.tiny import KEPT_TOKENS
 from titanlite.cli.plan.memory_trace import trace
 from titanlite.cli.plan.memory_tracker import MemoryMeter
@@ -92,7 +90,7 @@ def test_formulas_and_trace_agree_on_each_part(ranks, name, flags):
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_without_others_of_their_data_reduce_in_one_buffer(ranks: int) -> None:
+def test_ranks_without_others_of_their_data_reduce_in_one_buffer(ranks):
     """Tensor parallelism alone: the peak is where the embedding's gradient is cast."""
     flags = {
         "training.tensor_parallel_degree": ranks,
@@ -101,9 +99,7 @@ def test_ranks_without_others_of_their_data_reduce_in_one_buffer(ranks: int) -> 
         "model.overrides.n_layers": 1,
     }
     run = config(ranks, "llama3_1_8b.toml", **flags)
-    formula = estimate(run, 0).peak
-    traced = trace(run).peak
-    assert formula.total == pytest.approx(traced.total, rel=0.001)
+    formula, traced = _both(run, near=0.001)
     assert formula.module == traced.module
 
 
@@ -143,8 +139,8 @@ NARROW_EXPERTS = {
     ],
 )
 def test_the_memory_of_narrow_experts_over_ranks_is_that_of_a_trace(
-    name: str, experts_over: int, tensor: int, mode: str
-) -> None:
+    name, experts_over, tensor, mode
+):
     """On 2 ranks the peak is where FSDP puts experts in order, on 8 where rows come back."""
     flavor, shape = NARROW_EXPERTS[name]
     flags = {f"model.overrides.{key}": value for key, value in {"n_layers": 2, **shape}.items()}
@@ -161,10 +157,15 @@ def test_the_memory_of_narrow_experts_over_ranks_is_that_of_a_trace(
         "activation_checkpoint.mode": mode,
     }
     run = check_config([f"--{key}={value}" for key, value in flags.items()], 8, training=False)[1]
-    formula = estimate(run, 0).peak
-    traced = trace(run).peak
-    assert formula.total == pytest.approx(traced.total, rel=0.003)
+    formula, traced = _both(run)
     assert formula.phase == traced.phase
+
+
+def _both(run: RunConfig, near: float = 0.003) -> tuple[RankMemory, RankMemory]:
+    """The peaks of formula and trace, whose totals agree."""
+    formula, traced = estimate(run, 0).peak, trace(run).peak
+    assert formula.total == pytest.approx(traced.total, rel=near)
+    return formula, traced
 
 
 @pytest.mark.slow
@@ -176,7 +177,7 @@ def test_the_memory_of_narrow_experts_over_ranks_is_that_of_a_trace(
     ],
     ids=str,
 )
-def test_the_memory_of_mx_products_is_that_of_torchaos(flags: dict[str, Any]) -> None:
+def test_the_memory_of_mx_products_is_that_of_torchaos(flags):
     """Stand-ins for its kernels make the same tensors."""
     run = config(8, **NO_LOSS, **flags, **MX)
     assert 0.99 < estimate(run, 0).peak.total / trace(run).peak.total < 1.06
@@ -204,20 +205,16 @@ CHUNKS = {"training.loss_chunks": 2}
     ],
     ids=str,
 )
-def test_formula_and_trace_agree_on_every_kind_of_loss(flags: dict[str, Any]) -> None:
+def test_formula_and_trace_agree_on_every_kind_of_loss(flags):
     run = config(
         8, **{"activation_checkpoint.mode": "full", "model.overrides.n_layers": 1, **flags}
     )
-    formula = estimate(run, 0).peak
-    traced = trace(run).peak
-    assert formula.total == pytest.approx(traced.total, rel=0.003)
+    _both(run)
 
 
-def test_one_rank_gathers_no_weights_that_need_no_cast() -> None:
+def test_one_rank_gathers_no_weights_that_need_no_cast():
     run = config(1, **{"model.overrides.n_layers": 1, "training.dtype": "bfloat16"})
-    formula = estimate(run, 0).peak
-    traced = trace(run).peak
-    assert formula.total == pytest.approx(traced.total, rel=0.003)
+    formula, traced = _both(run)
     assert formula.parts.get("gathered weights", 0) == traced.parts["gathered weights"] == 0
 
 
@@ -230,9 +227,7 @@ BELOW_OPERATORS = 0.03
     "case",
     ["tp 2, AC full, large vocabulary, z-loss", "fsdp 2"],
 )
-def test_a_trace_has_the_bytes_that_the_allocator_hands_out_in_a_real_step(
-    pool: Pools, case: str
-) -> None:
+def test_a_trace_has_the_bytes_that_the_allocator_hands_out_in_a_real_step(pool, case):
     ranks = CASES[case][0]
     real = pool(ranks).run(allocated, case)[ranks - 1]
     traced = trace(planned(case), ranks - 1, "cpu")
@@ -241,7 +236,7 @@ def test_a_trace_has_the_bytes_that_the_allocator_hands_out_in_a_real_step(
 
 
 @pytest.mark.parametrize("key", ["activation_checkpoint.offload", "training.enable_cpu_offload"])
-def test_a_run_that_offloads_is_planned_by_formula(key: str) -> None:
+def test_a_run_that_offloads_is_planned_by_formula(key):
     run = config(8, **{"activation_checkpoint.mode": "full", key: "true"})
     with pytest.raises(ConfigError, match="this run offloads to it\n +plan it by formula"):
         trace(run)
@@ -257,15 +252,13 @@ def test_a_run_in_progress_is_not_disturbed():
         dist.destroy_process_group()
 
 
-def test_a_model_that_needs_its_data_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_needs_its_data_is_refused(monkeypatch):
     monkeypatch.setattr(FeedForward, "forward", lambda _, x: x[x.nonzero(as_tuple=True)])
     with pytest.raises(ConfigError, match="--exact: torch cannot run this model without data: "):
         trace(config(1, **{"model.overrides.n_layers": 1}))
 
 
-def test_experts_over_ranks_that_do_not_divide_the_rows_are_refused_and_planned_by_formula() -> (
-    None
-):
+def test_experts_over_ranks_that_do_not_divide_the_rows_are_refused_and_planned_by_formula():
     flags = [
         "--model.name=mixtral",
         "--model.vocab_size=512",
@@ -314,9 +307,7 @@ def measure_hf(world: DistEnv, flags: list[str]) -> RankMemory:
     ],
     ids=str,
 )
-def test_the_peak_is_that_of_a_real_run_of_transformers(
-    pool: Pools, tmp_path: Path, kind: str, keys: dict[str, Any]
-) -> None:
+def test_the_peak_is_that_of_a_real_run_of_transformers(pool, tmp_path, kind, keys):
     flags = [*flags_of(tmp_path, kind, **SIZES, **keys), KEPT_TOKENS]
     real = pool(2).run(measure_hf, flags)[1].peak
     run = check_config([f"--job.config_file={TOML}", *flags], 2, training=False)[1]
@@ -328,7 +319,7 @@ def test_the_peak_is_that_of_a_real_run_of_transformers(
 
 
 @pytest.mark.slow
-def test_experts_that_torch_runs_in_bfloat16_alone_are_refused(tmp_path: Path) -> None:
+def test_experts_that_torch_runs_in_bfloat16_alone_are_refused(tmp_path):
     flags = [f"--job.config_file={TOML}", *flags_of(tmp_path, "qwen3_moe", **SIZES)]
     in_bf16 = [*flags, "--training.mixed_precision_param=bfloat16"]
     assert trace(check_config(in_bf16, 2, training=False)[1]).peak.total > 0
@@ -375,7 +366,7 @@ MODES = {
 @pytest.mark.slow_after(10)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model", MODELS)
-def test_the_plan_counts_what_a_trace_counts(model: str, mode: str) -> None:
+def test_the_plan_counts_what_a_trace_counts(model, mode):
     shape = ["--training.batch_size=4", "--training.seq_len=128", "--training.steps=2"]
     run = with_vocabulary(check_config([*MODELS[model], *MODES[mode], *shape], 1)[1], 1000)
     args = run.model_args()

@@ -90,7 +90,7 @@ def test_the_row_of_the_start_report_stops_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = planned("llama3_1_8b.toml", 8)
-    ((name, text),) = start_rows(run, int(79.1 * GIB))
+    ((name, text),) = start_rows(run, 128_256, int(79.1 * GIB))
     peak = estimate(run).peak
     needed = needed_bytes(estimate(run))
     both = f"{peak.total / GIB:.1f} GiB of tensors, {needed / GIB:.1f} with overhead"
@@ -98,12 +98,12 @@ def test_the_row_of_the_start_report_stops_nothing(
         "memory",
         f"planned {both}, of 79.1 per GPU, in {peak.phase} of {peak.module}",
     )
-    assert [name for name, _ in start_rows(run, needed - 1)] == ["memory", "warning"]
+    assert [name for name, _ in start_rows(run, 128_256, needed - 1)] == ["memory", "warning"]
     compiled = planned("llama3_1_8b.toml", 8, "--training.compile")
-    assert start_rows(compiled, GIB)[0][1].startswith("planned at most ")
-    assert start_rows(planned("hf_debug.toml", 1), GIB) == [], "it has no formulas"
+    assert start_rows(compiled, 128_256, GIB)[0][1].startswith("planned at most ")
+    assert start_rows(planned("hf_debug.toml", 1), 256, GIB) == [], "it has no formulas"
     monkeypatch.setattr(rows_module, "estimate", lambda *_: {}["gone"])
-    assert start_rows(run, GIB) == [
+    assert start_rows(run, 128_256, GIB) == [
         ("note", "the memory of this run is not planned: KeyError: 'gone'")
     ]
 

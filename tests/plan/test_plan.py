@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,9 +40,7 @@ def planned(file: str, ranks: int, *flags: str) -> RunConfig:
     ],
     ids=str,
 )
-def test_the_size_of_a_checkpoint_is_that_of_its_tensors(
-    flags: list[str], dtype: str, each: int
-) -> None:
+def test_the_size_of_a_checkpoint_is_that_of_its_tensors(flags, dtype, each):
     """each: bytes of a parameter and its state; a gradient is as wide as its weight."""
     from titanlite.checkpoint.state_dict import gather
     from titanlite.optim.optimizer import build_optimizer
@@ -98,9 +94,7 @@ class Silent(torch.optim.SGD):
         ([f"--optimizer.name={__name__}.Silent"], 8, 32),
     ],
 )
-def test_state_and_traffic_of_an_update_are_those_of_its_tensors(
-    flags: Sequence[str], state: float, moved: float
-) -> None:
+def test_state_and_traffic_of_an_update_are_those_of_its_tensors(flags, state, moved):
     run = planned("llama3_8b.toml", 8, *flags)
     master = 4 if run.training.dtype == "float32" else 2
     parameters = 8_030_261_248
@@ -108,7 +102,7 @@ def test_state_and_traffic_of_an_update_are_those_of_its_tensors(
     assert update_bytes(run.optimizer, master) == pytest.approx(moved, rel=0.001)
 
 
-def test_an_asynchronous_save_of_adapters_copies_no_frozen_weights(tmp_path: Path) -> None:
+def test_an_asynchronous_save_of_adapters_copies_no_frozen_weights(tmp_path):
     flags = ["--lora.rank=8", f"--checkpoint.initial_load_path={tmp_path}", "--training.seq_len=64"]
     saves = ["--checkpoint.enable_checkpoint", "--checkpoint.async_mode=async"]
     run = planned("debug_model.toml", 2, *flags, *saves)
@@ -119,7 +113,7 @@ def test_an_asynchronous_save_of_adapters_copies_no_frozen_weights(tmp_path: Pat
         assert copied == pytest.approx(plan.checkpoint, rel=0.02)
 
 
-def test_numbers_of_a_plan_agree() -> None:
+def test_numbers_of_a_plan_agree():
     run = planned("llama3_1_8b.toml", 16, "--checkpoint.async_mode=async", "--training.steps=1000")
     cluster = cluster_of(run, instance="p5.48xlarge")
     plan = make_plan(run, cluster)
@@ -142,7 +136,7 @@ def test_numbers_of_a_plan_agree() -> None:
     assert found["host_gib"] == pytest.approx(sum(found["host_parts"].values()))
 
 
-def test_a_run_fits_only_where_the_host_has_the_memory() -> None:
+def test_a_run_fits_only_where_the_host_has_the_memory():
     run = planned("llama3_1_405b.toml", 8, "--training.enable_cpu_offload")
     plan = make_plan(run, cluster_of(run, instance="p5e.48xlarge"))
     assert plan.margin > 0
@@ -155,7 +149,7 @@ def test_a_run_fits_only_where_the_host_has_the_memory() -> None:
     assert "fits barely, with " in verdict(replace(plan, cluster=barely))
 
 
-def test_the_rank_that_is_asked_for_and_one_that_does_not_exist() -> None:
+def test_the_rank_that_is_asked_for_and_one_that_does_not_exist():
     run = planned("llama3_1_8b.toml", 8)
     cluster = cluster_of(run, gpu="h100-80g")
     assert make_plan(run, cluster, rank=3).memory.rank == 3
@@ -163,7 +157,7 @@ def test_the_rank_that_is_asked_for_and_one_that_does_not_exist() -> None:
         make_plan(run, cluster, rank=8)
 
 
-def test_an_exact_plan_has_the_memory_of_the_trace() -> None:
+def test_an_exact_plan_has_the_memory_of_the_trace():
     from titanlite.cli.plan.memory_trace import trace
 
     run = planned("debug_model.toml", 2, "--model.overrides.n_layers=1", "--training.seq_len=64")
@@ -198,14 +192,14 @@ def alone(plan: Any, batch: int, steps: int) -> dict[str, Any]:
     return found
 
 
-def test_each_phase_has_the_time_and_memory_of_a_run_of_its_size(plan: Any) -> None:
+def test_each_phase_has_the_time_and_memory_of_a_run_of_its_size(plan):
     whole = json.loads(plan(RAMP, STEPS, "--json")[1])
     parts = [alone(plan, batch, steps) for batch, steps in ((8, 100), (16, 300), (64, 600))]
     assert whole["hours"] == pytest.approx(sum(part["hours"] for part in parts), rel=1e-9)
     assert whole["needed_gib"] == max(part["needed_gib"] for part in parts)
 
 
-def test_the_memory_of_a_run_is_that_of_its_largest_phase() -> None:
+def test_the_memory_of_a_run_is_that_of_its_largest_phase():
     """As the start report and the report of a lack of memory have it."""
     sizes = (SMALL[1],), ("--training.global_batch_size=64",), (SMALL[1], RAMP, STEPS)
     base = SMALL[0], "--model.tokenizer_path=bundled"
@@ -215,7 +209,7 @@ def test_the_memory_of_a_run_is_that_of_its_largest_phase() -> None:
     assert first < last == ramp
 
 
-def test_the_report_has_a_row_for_each_phase(plan: Any) -> None:
+def test_the_report_has_a_row_for_each_phase(plan):
     _, out = plan(RAMP, STEPS)
     assert "step 101     16 sequences of 8,192 tokens: " in out
     assert "for 300 steps; " in out
@@ -223,7 +217,7 @@ def test_the_report_has_a_row_for_each_phase(plan: Any) -> None:
     assert f"1,000 steps, {tokens / 1e6:.1f}M tokens in " in out
 
 
-def test_a_run_needs_the_memory_of_its_largest_phase() -> None:
+def test_a_run_needs_the_memory_of_its_largest_phase():
     tokenizer = "--model.tokenizer_path=./assets/tokenizer.model"
     base = ["--training.batch_size=1", tokenizer]
     peaks = []
@@ -235,7 +229,7 @@ def test_a_run_needs_the_memory_of_its_largest_phase() -> None:
     assert estimate(resolve(config, 8)[1]).peak.total == peaks[1]
 
 
-def test_a_phase_of_longer_sequences_is_planned_as_a_run_of_that_length(plan: Any) -> None:
+def test_a_phase_of_longer_sequences_is_planned_as_a_run_of_that_length(plan):
     longer = "--data.phase=[{step=101,seq_len=8192,global_batch_size=8}]"
     short = ["--training.seq_len=2048", "--training.global_batch_size=32"]
     _, out = plan(*short, longer, "--training.steps=300", "--json")

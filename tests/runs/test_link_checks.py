@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.golden_run import GoldenRun
 from tests.support.processes import ROOT, titanlite
 from titanlite import exit_codes
 from titanlite.assembly.folders import lock_folders
@@ -86,9 +85,7 @@ def _places(run: Path) -> list[str]:
     return [name for name in found if not name.startswith("checkpoint/")]
 
 
-def test_a_run_begins_in_no_folder_with_a_link_at_a_place_of_its_own(
-    golden: GoldenRun, tmp_path: Path, victim: Path
-) -> None:
+def test_a_run_begins_in_no_folder_with_a_link_at_a_place_of_its_own(golden, tmp_path, victim):
     before = _state(victim)
     places = _places(golden.folder)
     assert {"metrics.jsonl", "logs", "logs/rank_1.log", "tb", "checkpoint", "guard.jsonl"} < {
@@ -108,7 +105,7 @@ def test_a_run_begins_in_no_folder_with_a_link_at_a_place_of_its_own(
     assert _state(victim) == before
 
 
-def test_a_folder_of_ones_own_may_be_a_link_and_steps_and_other_files_too(tmp_path: Path) -> None:
+def test_a_folder_of_ones_own_may_be_a_link_and_steps_and_other_files_too(tmp_path):
     real = tmp_path / "scratch" / "real"
     for name in ("run", "elsewhere/step-5", "tb/2024", "else"):
         (real / name).mkdir(parents=True)
@@ -122,9 +119,7 @@ def test_a_folder_of_ones_own_may_be_a_link_and_steps_and_other_files_too(tmp_pa
         assert (real / "run" / "run.lock").exists()
 
 
-def test_a_resume_in_a_folder_with_links_writes_nothing(
-    golden: GoldenRun, tmp_path: Path, victim: Path
-) -> None:
+def test_a_resume_in_a_folder_with_links_writes_nothing(golden, tmp_path, victim):
     run = golden.copy(tmp_path / "run", newest=10)
     (run / "metrics.jsonl").unlink()
     _link(run / "metrics.jsonl", victim / "file")
@@ -193,15 +188,13 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_what_is_written_at_the_place_of_a_link_leaves_its_target_alone(
-    tmp_path: Path, victim: Path, write: Callable[[Path], object]
-) -> None:
+def test_what_is_written_at_the_place_of_a_link_leaves_its_target_alone(tmp_path, victim, write):
     before = _state(victim)
     write(_link(tmp_path / "theirs" / "x", victim / "file"))
     assert _state(victim) == before
 
 
-def test_no_other_code_writes_to_a_path_by_its_name() -> None:
+def test_no_other_code_writes_to_a_path_by_its_name():
     """A new file of a run goes through `atomic_write`, `new_file` or `not_a_link`."""
     found: Counter[str] = Counter()
     for path in sorted((ROOT / "titanlite").rglob("*.py")):

@@ -17,7 +17,6 @@ import pytest
 
 from tests.checkpoint.golden import PRINTS, make
 from tests.support.locks import compete
-from tests.support.pool import Pools
 from tests.support.processes import environment, until
 from tests.support.words import listening
 from titanlite import exit_codes
@@ -123,9 +122,7 @@ def _renewed(place: AnyPath) -> Iterator[None]:
         thread.join()
 
 
-def test_a_second_run_is_refused_by_name_and_the_lock_of_a_killed_one_is_taken_over(
-    tmp_path: Path, said: list[str]
-) -> None:
+def test_a_second_run_is_refused_by_name_and_the_lock_of_a_killed_one_is_taken_over(tmp_path, said):
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)],
         env=environment(),
@@ -154,8 +151,8 @@ def test_a_second_run_is_refused_by_name_and_the_lock_of_a_killed_one_is_taken_o
 
 
 def test_a_live_process_of_this_machine_is_refused_at_once_and_one_that_reused_its_id_is_not(
-    place: AnyPath, said: list[str]
-) -> None:
+    place, said
+):
     with (
         RunLock(place),
         pytest.raises(LockedError, match=f"process {os.getpid()} on"),
@@ -169,9 +166,7 @@ def test_a_live_process_of_this_machine_is_refused_at_once_and_one_that_reused_i
     assert _names(place) == []
 
 
-def test_a_lock_of_another_machine_is_alive_as_long_as_it_is_renewed(
-    place: AnyPath, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_of_another_machine_is_alive_as_long_as_it_is_renewed(place, said, monkeypatch):
     # Containers and cloned machines share host names; a process id means nothing in another PID
     # namespace.
     space = lock_module.process_of(os.getpid())["space"].replace("pid:[", "pid:[9")
@@ -189,9 +184,7 @@ def test_a_lock_of_another_machine_is_alive_as_long_as_it_is_renewed(
     assert _names(place) == []
 
 
-def test_a_lock_of_a_host_that_the_job_has_lost_is_taken_over_at_once(
-    place: AnyPath, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_of_a_host_that_the_job_has_lost_is_taken_over_at_once(place, said, monkeypatch):
     monkeypatch.setenv(LOST_HOSTS, "node6,node7")
     for host in ("node", ""):
         _abandon(place, id=4711, space="elsewhere", host=host)
@@ -206,9 +199,7 @@ def test_a_lock_of_a_host_that_the_job_has_lost_is_taken_over_at_once(
 
 
 @pytest.mark.parametrize("content", [b"", b"{", None])
-def test_an_old_lock_from_elsewhere_or_a_torn_one_is_taken_over_at_once(
-    tmp_path: Path, content: bytes | None
-) -> None:
+def test_an_old_lock_from_elsewhere_or_a_torn_one_is_taken_over_at_once(tmp_path, content):
     """Its age is that on the clock of the file system."""
     _abandon(tmp_path)
     if content is not None:
@@ -222,9 +213,7 @@ def test_an_old_lock_from_elsewhere_or_a_torn_one_is_taken_over_at_once(
     assert time.monotonic() - began < 120, "no rest of a lease is waited for"
 
 
-def test_the_holder_renews_it_and_tells_when_it_is_lost(
-    place: AnyPath, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_holder_renews_it_and_tells_when_it_is_lost(place, said, monkeypatch):
     monkeypatch.setattr(lock_module, "RENEW_SECONDS", 0.05)
     with RunLock(place):
         first = (place / FILE).stat().st_mtime
@@ -244,7 +233,7 @@ def test_the_holder_renews_it_and_tells_when_it_is_lost(
     assert _held(place)["token"] == "other", "another's lock is not deleted"
 
 
-def test_of_many_that_find_it_dead_one_takes_it(place: AnyPath) -> None:
+def test_of_many_that_find_it_dead_one_takes_it(place):
     _abandon(place, id=os.getpid(), started=1)
     assert compete(place, 8) == (1, 7)
     assert _names(place) == []
@@ -263,7 +252,7 @@ def _save(world: DistEnv, folder: str) -> str:
     return str(lost.value)
 
 
-def test_a_run_that_lost_its_lock_publishes_no_checkpoint(pool: Pools, tmp_path: Path) -> None:
+def test_a_run_that_lost_its_lock_publishes_no_checkpoint(pool, tmp_path):
     with RunLock(tmp_path):
         (said,) = pool(1).run(_save, str(tmp_path))
     assert "process 1 on node7" in said
@@ -283,7 +272,7 @@ def _config(root: Path, run: str, *flags: str) -> RunConfig:
     return check_config(argv, 1, training=False)[1]
 
 
-def test_checkpoints_are_locked_wherever_they_lie(tmp_path: Path) -> None:
+def test_checkpoints_are_locked_wherever_they_lie(tmp_path):
     """Two runs with folders of their own and checkpoints in one would resume and delete each
     other's saves.
     """
@@ -311,7 +300,7 @@ def test_checkpoints_are_locked_wherever_they_lie(tmp_path: Path) -> None:
         assert (tmp_path / "a" / FILE).exists(), "its own lock is not in its way"
 
 
-def test_a_folder_of_checkpoints_that_cannot_be_is_found_at_the_start(tmp_path: Path) -> None:
+def test_a_folder_of_checkpoints_that_cannot_be_is_found_at_the_start(tmp_path):
     run = tmp_path / "a"
     run.mkdir()
     (run / "checkpoint").write_text("a file")
@@ -328,9 +317,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_is_found_at_the_start(tmp_path: 
     assert _names(run) == ["checkpoint"]
 
 
-def test_the_next_start_waits_for_a_run_that_is_ending(
-    place: AnyPath, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_next_start_waits_for_a_run_that_is_ending(place, monkeypatch, caplog):
     """Its launcher was killed, and it is in its last save."""
     monkeypatch.setattr(lock_module, "_NOTICE_SECONDS", 0.02)
     asked = threading.Event()

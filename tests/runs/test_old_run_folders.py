@@ -104,7 +104,7 @@ def _check_numbers(run: Path, steps: int) -> None:
         assert row == pytest.approx(other, rel=1e-5)
 
 
-def test_they_are_listed_with_their_states(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_they_are_listed_with_their_states(runs, capsys):
     found = {Path(run["run"]).name: run for run in _json(capsys, "runs", str(runs))}
     shown = {
         name: [run[key] for key in ("state", "step", "steps", "attempts", "problems")]
@@ -120,7 +120,7 @@ def test_they_are_listed_with_their_states(runs: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
-def test_a_finished_run_trains_on_when_it_gets_more_steps(runs: Path) -> None:
+def test_a_finished_run_trains_on_when_it_gets_more_steps(runs):
     said = _train(runs, "finished", "--training.steps=10")
     assert "resumed from step 8" in said
     assert "resume verified at step 8" in said
@@ -133,8 +133,8 @@ def test_a_finished_run_trains_on_when_it_gets_more_steps(runs: Path) -> None:
     [("killed", 6, "killed"), pytest.param("stopped", 5, "preempted", marks=pytest.mark.slow)],
 )
 def test_the_same_command_goes_on_to_the_losses_of_an_undisturbed_run(
-    runs: Path, name: str, step: int, after: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+    runs, name, step, after, capsys
+):
     for lock in runs.rglob(
         "run.lock"
     ):  # of another machine or boot: only its age tells that nobody renews it

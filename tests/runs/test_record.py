@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.run_folders import Start, training_row, write_metrics
+from tests.support.run_folders import training_row, write_metrics
 from tests.support.words import listening
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import CheckpointError
@@ -28,7 +28,7 @@ def _last(folder: Path) -> dict[str, Any]:
     return read_entries(folder)[-1]
 
 
-def test_a_start_and_an_end_tell_everything_about_an_attempt(tmp_path: Path, start: Start) -> None:
+def test_a_start_and_an_end_tell_everything_about_an_attempt(tmp_path, start):
     record = start(
         tmp_path / "a" / "run", description="a trial", argv=["train.py", "--training.steps=40"]
     )
@@ -63,9 +63,7 @@ def test_a_start_and_an_end_tell_everything_about_an_attempt(tmp_path: Path, sta
     assert shown == ["preempted", 0, 25, 40]
 
 
-def test_a_resume_names_changes_and_keeps_the_files_of_the_former(
-    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_names_changes_and_keeps_the_files_of_the_former(tmp_path, start, monkeypatch):
     diffs = iter([b"one\n", b"two\n", None])
     monkeypatch.setattr(provenance, "git_state", lambda: provenance.GitState({}, next(diffs)))
     start(tmp_path).end("failed", 10, 10_000)
@@ -102,14 +100,14 @@ def test_a_resume_names_changes_and_keeps_the_files_of_the_former(
     [(20, "failed", 20, 3), (0, "failed", None, 23), (0, "done", None, 0)],
 )
 def test_the_loss_counts_from_the_last_checkpoint_and_a_finished_run_has_none(
-    tmp_path: Path, start: Start, step: int, state: Any, saved: int | None, lost: int
-) -> None:
+    tmp_path, start, step, state, saved, lost
+):
     start(tmp_path, step=step, tokens=1000 * step).end(state, 23, 23_000, 7)
     end = _last(tmp_path)
     assert (end["saved_step"], end["lost_steps"], end["lost_tokens"]) == (saved, lost, 1000 * lost)
 
 
-def test_a_record_that_cannot_be_written_stops_nothing(tmp_path: Path, start: Start) -> None:
+def test_a_record_that_cannot_be_written_stops_nothing(tmp_path, start):
     (tmp_path / "file").write_text("")
     (tmp_path / "run" / ATTEMPTS).mkdir(parents=True)
     for folder, warnings in ((tmp_path / "run", 2), (tmp_path / "file" / "run", 2)):
@@ -119,9 +117,7 @@ def test_a_record_that_cannot_be_written_stops_nothing(tmp_path: Path, start: St
         assert f"cannot write {folder / ATTEMPTS}" in messages[-1]
 
 
-def test_the_command_shows_attempts(
-    tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_shows_attempts(tmp_path, start, capsys):
     record = start(tmp_path)
     record.saved(20, 20_000)
     record.end("preempted", 20, 20_000, 5, "SIGTERM on every rank")
@@ -139,9 +135,7 @@ def test_the_command_shows_attempts(
     assert "note: attempt 3: attempt 2 lost 9,000 tokens" in out
 
 
-def test_secrets_are_not_written_down(
-    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_secrets_are_not_written_down(tmp_path, start, monkeypatch):
     names = (
         "SLURM_JWT",
         "TORCH_HUB_TOKEN",
@@ -194,9 +188,7 @@ def checkout(tmp_path: Path) -> Path:
     return package
 
 
-def test_commit_changes_and_their_diff_are_kept(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commit_changes_and_their_diff_are_kept(checkout, monkeypatch):
     clean = provenance.git_state(checkout)
     assert (len(clean.record["commit"]), clean.record["dirty"], clean.diff) == (40, False, None)
     (checkout / "new.py").write_text("")
@@ -210,7 +202,7 @@ def test_commit_changes_and_their_diff_are_kept(
     assert "git" in provenance.git_state(checkout).record["unknown"]
 
 
-def test_each_rank_logs_into_a_file_of_its_own_with_its_end(tmp_path: Path) -> None:
+def test_each_rank_logs_into_a_file_of_its_own_with_its_end(tmp_path):
     class Stopped(BaseException):
         exit_code = exit_codes.PREEMPTED
 
@@ -237,9 +229,7 @@ def test_each_rank_logs_into_a_file_of_its_own_with_its_end(tmp_path: Path) -> N
     assert not any(isinstance(handler, logging.FileHandler) for handler in logger.handlers)
 
 
-def test_a_full_disk_does_not_change_how_a_run_ends(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_does_not_change_how_a_run_ends(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(logs, "not_a_link", lambda path, flags: os.open("/dev/full", os.O_WRONLY))
     with rank_log(tmp_path, 0):
         logger.warning("a line that is lost")

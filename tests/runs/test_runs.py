@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.run_folders import (
     EPOCH,
-    Start,
     begin,
     change_start,
     end,
@@ -32,9 +31,7 @@ def listed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, s
     return status, out, err
 
 
-def test_the_table_has_every_run_with_its_state_and_figures(
-    tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_has_every_run_with_its_state_and_figures(tmp_path, start, capsys):
     rows = [
         training_row(1, 8.0, 50),
         training_row(20, 5.25, 110),
@@ -70,9 +67,7 @@ def test_the_table_has_every_run_with_its_state_and_figures(
     assert out.endswith(f"note: {tmp_path}/three: stopped by guard: step 8: loss nan\n")
 
 
-def test_json_has_null_for_what_is_not_known_and_stays_json(
-    tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_has_null_for_what_is_not_known_and_stays_json(tmp_path, start, capsys):
     write_metrics(tmp_path / "one", [training_row(1, 8.0, 50), training_row(20, "nan", 110)])
     start(tmp_path / "one").end("failed", 21, reason="OSError: disk")
     write_metrics(
@@ -89,7 +84,7 @@ def test_json_has_null_for_what_is_not_known_and_stays_json(
     assert shown == ["unknown", None, 100, 3.5, 0]
 
 
-def test_time_between_attempts_does_not_count(tmp_path: Path, start: Start) -> None:
+def test_time_between_attempts_does_not_count(tmp_path, start):
     start(tmp_path).end("failed", 10)
     start(tmp_path, step=10)
     start(tmp_path, step=10).end("done", 40)
@@ -107,25 +102,21 @@ def test_time_between_attempts_does_not_count(tmp_path: Path, start: Start) -> N
     assert read_run(tmp_path).duration == 43, "it lasted at least until its last row"
 
 
-def test_a_run_begun_anew_in_the_folder_is_not_mixed_with_the_one_before(
-    tmp_path: Path, start: Start
-) -> None:
+def test_a_run_begun_anew_in_the_folder_is_not_mixed_with_the_one_before(tmp_path, start):
     start(tmp_path).end("done", 40)
     start(tmp_path).end("failed", 5)
     run = read_run(tmp_path)
     assert (run.state, run.step, len(run.attempts)) == ("failed", 5, 1)
 
 
-def test_runs_are_found_a_few_levels_deep_and_not_inside_checkpoints(tmp_path: Path) -> None:
+def test_runs_are_found_a_few_levels_deep_and_not_inside_checkpoints(tmp_path):
     for name in ("", "a/b/c", "a/b/c/d/e", "x/checkpoint/step-10", "x/.hidden", "x/step-20"):
         write_metrics(tmp_path / name, [training_row(1, 8.0)])
     (tmp_path / "a" / "circle").symlink_to(tmp_path)
     assert find_runs(tmp_path) == [tmp_path, tmp_path / "a/b/c"]
 
 
-def test_names_with_control_characters_make_no_line_and_turn_no_text(
-    tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_with_control_characters_make_no_line_and_turn_no_text(tmp_path, start, capsys):
     names = ["a\nfake  done  40 of 40", "b\u202eexe.nur", "c\x1b[2J", "d\tx", "e\u2028y", "f\udcff"]
     for name in names:
         write_metrics(tmp_path / name, [training_row(1, 8.0)])
@@ -145,7 +136,7 @@ def test_names_with_control_characters_make_no_line_and_turn_no_text(
         assert shown in out
 
 
-def test_the_share_counts_kept_steps_alone(tmp_path: Path) -> None:
+def test_the_share_counts_kept_steps_alone(tmp_path):
     """Step 6 to 10 of the first attempt are trained again by the second one, which is slower."""
     written(
         tmp_path,
@@ -165,7 +156,7 @@ def test_the_share_counts_kept_steps_alone(tmp_path: Path) -> None:
     assert goodput_of(read_run(tmp_path)) == pytest.approx(5 * (1.5 + 3 + 2.5) / 200)
 
 
-def test_a_folder_without_attempts_or_rows_has_no_share(tmp_path: Path) -> None:
+def test_a_folder_without_attempts_or_rows_has_no_share(tmp_path):
     write_metrics(tmp_path, [training_row(5, 4.0, seconds_per_step=2.0)])
     assert goodput_of(read_run(tmp_path)) is None
     written(tmp_path, begin(1, 10, 30), end(1, 80, 0, "failed"))
@@ -188,9 +179,7 @@ def _insert(file: Path, number: int, line: bytes) -> None:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", [ATTEMPTS, "metrics.jsonl"])
-def test_a_damaged_line_is_named_and_the_rest_is_read(
-    tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str], name: str, damage: str
-) -> None:
+def test_a_damaged_line_is_named_and_the_rest_is_read(tmp_path, start, capsys, name, damage):
     for run in ("bad", "good"):
         write_metrics(tmp_path / run, [training_row(1, 8.0), training_row(2, 6.0)])
         start(tmp_path / run).end("done", 2)
@@ -205,9 +194,7 @@ def test_a_damaged_line_is_named_and_the_rest_is_read(
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_run_with_a_damaged_line_resumes(
-    tmp_path: Path, start: Start, caplog: pytest.LogCaptureFixture, damage: str
-) -> None:
+def test_a_run_with_a_damaged_line_resumes(tmp_path, start, caplog, damage):
     write_metrics(tmp_path, [training_row(1, 8.0), training_row(2, 6.0)])
     start(tmp_path)
     _insert(tmp_path / ATTEMPTS, 1, DAMAGES[damage])

@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_card_shows_spread_losses_and_the_formula_with_its_numbers(run: Path) -> None:
+def test_a_card_shows_spread_losses_and_the_formula_with_its_numbers(run):
     page = run / "cards" / "x.md"
     cells = {"a": card.figures(run), "b": {}}
     lines = card.write(page, cells, {"title": "x", "gradients": ["g"]}).splitlines()
@@ -75,12 +75,12 @@ def test_a_card_shows_spread_losses_and_the_formula_with_its_numbers(run: Path) 
     assert "| tokens in a step | 512 | not run | 512 |" in card.write(page, {"c": cells["a"]}, {})
 
 
-def test_a_run_of_too_few_steps_has_no_speed(run: Path) -> None:
+def test_a_run_of_too_few_steps_has_no_speed(run):
     (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1, "tps": 5}))
     assert card.figures(run) == {"steps": 1}
 
 
-def test_the_hash_of_a_config_is_that_of_its_values(run: Path) -> None:
+def test_the_hash_of_a_config_is_that_of_its_values(run):
     file = run / "config.toml"
     first = card.config_hash(file)
     file.write_text("# A comment.\n" + CONFIG.replace('"./outputs/debug_model"', '"elsewhere"'))
@@ -90,7 +90,7 @@ def test_the_hash_of_a_config_is_that_of_its_values(run: Path) -> None:
 
 
 @pytest.mark.parametrize("store", CARDS, ids=lambda store: store.stem)
-def test_a_card_is_the_page_of_its_numbers_and_listed(store: Path) -> None:
+def test_a_card_is_the_page_of_its_numbers_and_listed(store):
     text = card.text_of(json.loads(store.read_text()))
     assert store.with_suffix(".md").read_text() == text
     assert f"]({store.stem}.md)" in (store.parent / "README.md").read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ FOLDER = ROOT / "benchmarks" / "change_cost"
 
 
 @pytest.mark.slow
-def test_every_check_fails_without_its_change(tmp_path: Path) -> None:
+def test_every_check_fails_without_its_change(tmp_path):
     tasks = sorted(path.with_suffix(".py") for path in FOLDER.glob("*.md") if path.stem.islower())
     assert len(tasks) == 5
     running = [

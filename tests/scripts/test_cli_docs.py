@@ -72,7 +72,7 @@ def cell(text: str) -> str:
     return re.sub(r"[|<*\[]", lambda sign: f"\\{sign[0]}", line)
 
 
-def test_the_page_has_the_options_of_every_command() -> None:
+def test_the_page_has_the_options_of_every_command():
     match = OPTIONS.search((DOCS / "cli.md").read_text(encoding="utf-8"))
     assert match
     assert match[2] == options(), "run: python scripts/generate.py"
@@ -82,21 +82,21 @@ def codes(command: str) -> set[int]:
     return set(map(int, re.findall(r"(?:^|, )(\d+)", ROWS[command][0])))
 
 
-def test_the_table_has_every_command_and_which_has_json() -> None:
+def test_the_table_has_every_command_and_which_has_json():
     parsers = commands(make_parser())
     assert set(ROWS) == set(parsers)
     for name, parser in parsers.items():
         assert ("--json" in parser.format_help()) == (not ROWS[name][1].startswith("–")), name
 
 
-def test_the_documented_codes_are_those_of_the_code() -> None:
+def test_the_documented_codes_are_those_of_the_code():
     table = (DOCS / "cli.md").read_text().partition("## Exit codes")[2].partition("\n## ")[0]
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.M)} == CODES
     assert all(codes(command) <= CODES for command in ROWS)
     assert codes("train") == CODES - {exit_codes.ERROR}
 
 
-def test_every_command_that_the_docs_name_is_there() -> None:
+def test_every_command_that_the_docs_name_is_there():
     # noise is the command of the package that add-a-feature.md writes.
     known = {*ROWS, *(name.partition(" ")[0] for name in ROWS), "noise"}
     for page in [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "titanlite" / "README.md"]:

@@ -15,7 +15,7 @@ RECIPE = load_script("recipe")
 GENERATE = load_script("generate")
 
 
-def test_every_place_of_a_recipe_exists() -> None:
+def test_every_place_of_a_recipe_exists():
     pages = [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "add-a-model.md"]
     places = [place for page in pages for place in RECIPE.PLACE.findall(page.read_text())]
     assert len(places) > 30
@@ -26,8 +26,8 @@ def test_every_place_of_a_recipe_exists() -> None:
         assert not names_one or (ROOT / file).is_file(), file
 
 
-def test_places_are_whole_functions_tables_and_fields() -> None:
-    def lines(file: str, symbol: str) -> list[str]:
+def test_places_are_whole_functions_tables_and_fields():
+    def lines(file, symbol):
         return RECIPE.source(file, symbol).splitlines()
 
     field = lines("titanlite/config/run_sections.py", "Metrics.log_freq")
@@ -38,7 +38,7 @@ def test_places_are_whole_functions_tables_and_fields() -> None:
         lines("titanlite/config/decays.py", "DECAYS.absent")
 
 
-def test_a_recipe_prints_its_places_and_fits_a_screen() -> None:
+def test_a_recipe_prints_its_places_and_fits_a_screen():
     for heading, text in RECIPE.recipes().items():
         assert len(text.split()) < 260, heading
     words = [sys.executable, str(ROOT / "scripts" / "recipe.py"), "decay"]
@@ -46,7 +46,7 @@ def test_a_recipe_prints_its_places_and_fits_a_screen() -> None:
     assert "DECAYS = {" in printed and "def test_decay_shapes_halfway" in printed
 
 
-def test_one_command_writes_what_the_tests_compare() -> None:
+def test_one_command_writes_what_the_tests_compare():
     makers = {maker.split()[0] for maker in GENERATE.MAKERS}
     told = [
         file.relative_to(ROOT).as_posix()

@@ -8,7 +8,6 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -35,7 +34,7 @@ def listed(entries: list) -> Iterator[str]:
                 yield from listed(value)
 
 
-def test_the_navigation_has_every_page_once() -> None:
+def test_the_navigation_has_every_page_once():
     settings = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
     found = list(listed(settings["nav"]))
     assert len(found) == len(set(found))
@@ -44,7 +43,7 @@ def test_the_navigation_has_every_page_once() -> None:
     assert all((ROOT / page).is_file() for page in found)
 
 
-def test_a_broken_link_and_a_file_of_another_server_are_found(tmp_path: Path) -> None:
+def test_a_broken_link_and_a_file_of_another_server_are_found(tmp_path):
     (tmp_path / "a.html").write_text(
         '<h1 id="top"></h1><a href="b.html#here"></a><a href="#top"></a><a href="no.html"></a>'
         '<a href="b.html#gone"></a><script src="https://example.org/x.js"></script>'
@@ -59,7 +58,7 @@ def test_a_broken_link_and_a_file_of_another_server_are_found(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_the_site_is_built_strictly(tmp_path: Path) -> None:
+def test_the_site_is_built_strictly(tmp_path):
     if importlib.util.find_spec("zensical") is None:
         pytest.skip("zensical is not installed (pip install 'titanlite[docs]', Python 3.11)")
     command = [sys.executable, ROOT / "scripts" / "docs_site.py", "--out", tmp_path / "out"]

@@ -23,7 +23,7 @@ from titanlite.resolve.load import check_config
 CONFIGS = ROOT / "train_configs"
 
 
-def test_rows_are_of_the_shapes_that_targets_count_with() -> None:
+def test_rows_are_of_the_shapes_that_targets_count_with():
     rival, kahan, bf16 = (
         check_config([f"--job.config_file={gpu.RUNS[name].config}"], 1, training=False)[1]
         for name in ("rival", "kahan", "bf16")
@@ -39,7 +39,7 @@ def test_rows_are_of_the_shapes_that_targets_count_with() -> None:
     assert (bf16.activation_checkpoint.mode, bf16.training.dtype) == ("none", "float32")
 
 
-def test_targets_are_the_arithmetic_of_their_sources() -> None:
+def test_targets_are_the_arithmetic_of_their_sources():
     # The rival's report: 10,471 tokens/s and 57.8 % MFU of 989 TFLOP/s in one row. They agree where
     # all 8.03 B parameters count: 6 x 8.030 + 12 x 32 x 4096 x 4096 = 54.62 GFLOP a token. Without
     # the embedding's 0.525 B, as here, they are 51.47 GFLOP and 54.5 %.
@@ -63,7 +63,7 @@ def test_targets_are_the_arithmetic_of_their_sources() -> None:
     assert bounds["loss-float8", "loss-bf16"] == pytest.approx(2 * (3.612 - 3.601), abs=0.003)
 
 
-def test_a_target_is_met_missed_or_not_measured() -> None:
+def test_a_target_is_met_missed_or_not_measured():
     speed, loss = gpu_targets.TARGETS[4], gpu_targets.TARGETS[5]
     rows = {"bf16": {"tokens/s": 10_000.0}, "float8": {"tokens/s": 12_400.0}}
     assert speed.line(rows).endswith("missed, 1.24")
@@ -74,8 +74,8 @@ def test_a_target_is_met_missed_or_not_measured() -> None:
     assert loss.line({**near, "loss-float8": {"loss": float("nan")}}).endswith("missed, nan")
 
 
-def test_the_levels_are_those_of_the_shipped_files() -> None:
-    def values(*arguments: str) -> dict[str, Any]:
+def test_the_levels_are_those_of_the_shipped_files():
+    def values(*arguments):
         config, problems = read(arguments)
         assert not problems
         found: dict[str, Any] = to_builtins(config.sections)
@@ -89,7 +89,7 @@ def test_the_levels_are_those_of_the_shipped_files() -> None:
         assert ours == values(f"--job.config_file={CONFIGS}/llama3_8b_{name}.toml")
 
 
-def test_lost_and_far_gradients_are_problems() -> None:
+def test_lost_and_far_gradients_are_problems():
     exact = {"a": torch.ones(4), "b": torch.ones(4), "unused": torch.zeros(2)}
     lost = {"a": torch.ones(4), "b": torch.zeros(4), "unused": torch.zeros(2)}
     row = gpu_gradients.compared("compile", lost, exact)
@@ -114,16 +114,14 @@ def bench(tmp_path: Path) -> gpu.Bench:
     return made
 
 
-def test_wrong_gradients_are_told_and_their_form_is_not_measured(
-    bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_gradients_are_told_and_their_form_is_not_measured(bench, monkeypatch, capsys):
     unit = {"unit": "%", "lost": []}
     rows = [
         {"what": "compile", "value": 0.7, **unit},
         {"what": "float8-all-gather", "value": 80.0, **unit},
     ]
 
-    def command(bench: gpu.Bench, name: str) -> list[str]:
+    def command(bench, name):
         if name == "gradients":
             return ["echo", json.dumps(rows)]
         # A run that the budget ends after six steps: they stay.
@@ -153,7 +151,7 @@ def test_wrong_gradients_are_told_and_their_form_is_not_measured(
 
 
 @pytest.mark.slow
-def test_a_rehearsal_on_a_cpu_goes_through_a_quick_call(tmp_path: Path) -> None:
+def test_a_rehearsal_on_a_cpu_goes_through_a_quick_call(tmp_path):
     done = python("benchmarks/gpu.py", "quick", "1", "--toy", "--out", tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "rows").iterdir()}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scripts import moving_picture
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, python
 from tests.support.scripts import load_script
 
 
@@ -26,7 +25,7 @@ def missed(figures: list[Any]) -> list[str]:
     ]
 
 
-def test_the_library_keeps_its_limits(house: Any) -> None:
+def test_the_library_keeps_its_limits(house):
     source = house.Source(ROOT)
     figures = [*house.static_figures(source), *house.density_figures(source)]
     figures += [*house.room_figures(source), *house.reader_figures(source)]
@@ -34,7 +33,7 @@ def test_the_library_keeps_its_limits(house: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_keeps_its_limits(house: Any) -> None:
+def test_a_run_keeps_its_limits(house):
     run = house.traced_run(ROOT)
     assert run["frames"]
     assert run["save"]
@@ -130,7 +129,7 @@ OFF = [
 
 
 @pytest.mark.slow
-def test_a_plain_run_imports_nothing_that_it_does_not_turn_on(house: Any) -> None:
+def test_a_plain_run_imports_nothing_that_it_does_not_turn_on(house):
     run = house.plain_run(ROOT)
     assert {"assembly/build.py", "trainer.py", "validation.py"} <= set(run["imported"])
     found = [
@@ -145,7 +144,7 @@ def test_a_plain_run_imports_nothing_that_it_does_not_turn_on(house: Any) -> Non
     assert not missed(house.plain_figures(house.Source(ROOT), run))
 
 
-def test_a_circle_a_large_file_and_a_whole_config_are_found(house: Any, tmp_path: Path) -> None:
+def test_a_circle_a_large_file_and_a_whole_config_are_found(house, tmp_path):
     library = tmp_path / "titanlite"
     for room, text in {
         "guard": "from titanlite.loss import x\n" + "\n" * 500,
@@ -159,7 +158,7 @@ def test_a_circle_a_large_file_and_a_whole_config_are_found(house: Any, tmp_path
     assert list(house.takes_whole_config(library, source.trees)) == ["loss:loss"]
 
 
-def test_the_page_lists_the_rooms_in_their_order(house: Any) -> None:
+def test_the_page_lists_the_rooms_in_their_order(house):
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`[^|]+) \|", page.partition("## The rooms")[2], re.MULTILINE)
     named = [
@@ -170,7 +169,7 @@ def test_the_page_lists_the_rooms_in_their_order(house: Any) -> None:
     assert listed[: len(house.ROOMS) - 2] == [name for name in house.ROOMS if "__" not in name]
 
 
-def test_the_picture_of_the_rooms_shows_the_imports_of_today(monkeypatch: Any) -> None:
+def test_the_picture_of_the_rooms_shows_the_imports_of_today(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     drawn = (ROOT / "docs" / "images" / "rooms.svg").read_text(encoding="utf-8")
     wanted = load_script("rooms_picture").picture(ROOT)
@@ -181,9 +180,13 @@ def test_the_picture_of_the_rooms_shows_the_imports_of_today(monkeypatch: Any) -
 
 
 @pytest.mark.slow
-def test_few_sentences_are_long() -> None:
+def test_few_sentences_are_long():
     prose = load_script("prose")
     found = prose.sentences_of(ROOT)
+    page = str(ROOT / "docs" / "metrics.md")
+    few = python("scripts/prose.py", page).stdout
+    own = [one for one in found if one.place == "docs/metrics.md"]
+    assert f" of {len(own):,} sentences" in few
     for kind, limit in prose.LIMITS.items():
         assert sum(sentence.kind == kind for sentence in found) > 500
         assert prose.share_of_long(found, kind) <= limit, f"python scripts/prose.py lists {kind}"
@@ -210,7 +213,7 @@ def _signs(lines: list[str]) -> set[str]:
     return {_sign(line) for line in lines if re.match(rf"{dated}|rank \d|error: |all \d", line)}
 
 
-def test_the_picture_names_no_place_of_the_machine_that_drew_it() -> None:
+def test_the_picture_names_no_place_of_the_machine_that_drew_it():
     text = "".join(moving_picture.lines_of(PICTURE.read_text()))
     places = re.findall(r"(?<![\w.~/-])/\w[\w.-]*/", text)
     # That of the machine on which torch was built is in gloo's messages.
@@ -218,7 +221,7 @@ def test_the_picture_names_no_place_of_the_machine_that_drew_it() -> None:
 
 
 @pytest.mark.soak
-def test_its_run_still_prints_these_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_run_still_prints_these_lines(tmp_path, monkeypatch):
     # A smaller model prints the same, but for numbers. Its steps take long enough for a look at
     # those in which a rank is killed.
     smaller = "[model.overrides]\nn_layers = 2\n[training]\nbatch_size = 2\n"

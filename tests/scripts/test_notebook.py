@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,13 +26,13 @@ def read_cells() -> list[dict[str, Any]]:
     return cells
 
 
-def test_the_notebook_is_kept_without_outputs() -> None:
+def test_the_notebook_is_kept_without_outputs():
     code = [cell for cell in read_cells() if cell["cell_type"] == "code"]
     assert len(code) > 5
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
 
 
-def test_the_notebook_imports_public_names_alone() -> None:
+def test_the_notebook_imports_public_names_alone():
     code = "\n".join("".join(cell["source"]) for cell in read_cells() if "outputs" in cell)
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
@@ -44,7 +43,7 @@ def test_the_notebook_imports_public_names_alone() -> None:
 
 
 @pytest.mark.slow
-def test_all_cells_run_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_cells_run_in_one_process(tmp_path, monkeypatch):
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")

@@ -27,7 +27,7 @@ print(sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
 """
 
 
-def test_names_shapes_configs_and_records_need_no_torch() -> None:
+def test_names_shapes_configs_and_records_need_no_torch():
     done = python("-c", LIGHT)
     assert done.stdout == "[]\n", done.stderr
 
@@ -59,7 +59,7 @@ def from_wheel(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return python("-m", "titanlite", *words, cwd=empty, env={"PYTHONPATH": str(site)})
 
 
-def test_the_wheel_has_configs_schema_and_types(installed: Path) -> None:
+def test_the_wheel_has_configs_schema_and_types(installed):
     ours = {path.name for path in (ROOT / "train_configs").iterdir()}
     assert {path.name for path in (installed / "titanlite" / "train_configs").iterdir()} == ours
     assert "titanlite.schema.json" in ours
@@ -70,7 +70,7 @@ def test_the_wheel_has_configs_schema_and_types(installed: Path) -> None:
     ]
 
 
-def test_the_page_of_the_package_index_links_to_no_file(installed: Path) -> None:
+def test_the_page_of_the_package_index_links_to_no_file(installed):
     (distribution,) = importlib.metadata.distributions(path=[str(installed)])
     page = distribution.metadata["Description"]
     assert "pip install titanlite" in page
@@ -78,7 +78,7 @@ def test_the_page_of_the_package_index_links_to_no_file(installed: Path) -> None
     assert [target for target in targets if not target.startswith("https://")] == []
 
 
-def test_a_config_of_the_wheel_is_found_by_its_name(installed: Path) -> None:
+def test_a_config_of_the_wheel_is_found_by_its_name(installed):
     done = from_wheel(
         installed, "config", "check", "llama3_8b_level2_compile.toml", "--world-size", "8"
     )
@@ -86,16 +86,14 @@ def test_a_config_of_the_wheel_is_found_by_its_name(installed: Path) -> None:
     assert f"{installed}/titanlite/train_configs/llama3_8b_level2_compile.toml" in done.stdout
 
 
-def test_the_wheel_writes_jobs(installed: Path) -> None:
+def test_the_wheel_writes_jobs(installed):
     words = ["platforms/llama3_1_8b_g6e.toml", "--dry-run"]
     done = from_wheel(installed, "launch", "slurm", *words)
     assert done.returncode == 0 and "#SBATCH --gpus-per-node=4" in done.stdout, done.stderr
     assert (installed / "titanlite" / "deploy" / "Dockerfile").is_file()
 
 
-def test_what_is_installed_for_training_is_imported_somewhere_and_looked_for_in_an_active_environment() -> (  # noqa: E501
-    None
-):
+def test_what_is_installed_for_training_is_imported_somewhere_and_looked_for_in_environments():
     listed = re.search(
         r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S
     )

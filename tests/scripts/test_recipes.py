@@ -89,7 +89,7 @@ def titanlite_words(name: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_command_of_a_recipe_parses(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_command_of_a_recipe_parses(name, capsys):
     found = titanlite_words(name)
     assert len(found) >= 4
     for words in found:
@@ -102,9 +102,7 @@ def test_each_command_of_a_recipe_parses(name: str, capsys: pytest.CaptureFixtur
     capsys.readouterr()
 
 
-def test_the_configs_that_no_run_reads_are_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_configs_that_no_run_reads_are_right(tmp_path, monkeypatch, capsys):
     lay_out("8b-on-a-cluster", tmp_path, {})
     monkeypatch.chdir(tmp_path)
     for file, ranks in {
@@ -124,7 +122,7 @@ def refuse_failures(done: Mapping[str, Done], but: Mapping[str, int] | None = No
 
 
 @pytest.mark.soak
-def test_from_scratch(tmp_path: Path) -> None:
+def test_from_scratch(tmp_path):
     smaller = {
         "assets/train/*.gz": "assets/validation/*.gz",
         "steps = 600": "steps = 12",
@@ -147,7 +145,7 @@ def test_from_scratch(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_continue_hugging_face(tmp_path: Path) -> None:
+def test_continue_hugging_face(tmp_path):
     pytest.importorskip("transformers")
     smaller = {
         "steps = 400": "steps = 40",
@@ -170,7 +168,7 @@ def test_continue_hugging_face(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_long_context(tmp_path: Path) -> None:
+def test_long_context(tmp_path):
     pytest.importorskip("transformers")
     smaller = {
         "steps = 200": "steps = 8",
@@ -190,7 +188,7 @@ def test_long_context(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_8b_on_a_cluster(tmp_path: Path) -> None:
+def test_8b_on_a_cluster(tmp_path):
     pytest.importorskip("transformers")
     done = follow(lay_out("8b-on-a-cluster", tmp_path, {}), tmp_path)
     # The tokenizer of the 8B is not there.

@@ -125,7 +125,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_a_bare_machine_installs_once_then_reuses_in_well_under_a_second(machine: Machine) -> None:
+def test_a_bare_machine_installs_once_then_reuses_in_well_under_a_second(machine):
     machine.python()
     first = machine.run("run_llama_train.sh")
     assert first.returncode == 0, first.stderr
@@ -139,9 +139,7 @@ def test_a_bare_machine_installs_once_then_reuses_in_well_under_a_second(machine
 
 
 @pytest.mark.slow
-def test_uv_on_path_is_used_and_where_it_cannot_be_had_or_fails_pip_does_the_same(
-    machine: Machine,
-) -> None:
+def test_uv_on_path_is_used_and_where_it_cannot_be_had_or_fails_pip_does_the_same(machine):
     machine.python()
     pip = ["pip: setuptools", "pip: ."]
     without = machine.run("run_llama_train.sh", FAKE_FAIL="uv")
@@ -157,9 +155,7 @@ def test_uv_on_path_is_used_and_where_it_cannot_be_had_or_fails_pip_does_the_sam
 
 
 @pytest.mark.slow
-def test_changed_inputs_and_another_place_bring_the_environment_up_to_date(
-    machine: Machine,
-) -> None:
+def test_changed_inputs_and_another_place_bring_the_environment_up_to_date(machine):
     machine.python()
     machine.run("run_llama_train.sh")
     with open(machine.root / "pyproject.toml", "a") as file:
@@ -172,7 +168,7 @@ def test_changed_inputs_and_another_place_bring_the_environment_up_to_date(
 
 
 @pytest.mark.slow
-def test_an_interrupted_install_starts_over_cleanly(machine: Machine) -> None:
+def test_an_interrupted_install_starts_over_cleanly(machine):
     machine.python()
     hold = machine.root / "hold"
     hold.touch()
@@ -196,7 +192,7 @@ def test_an_interrupted_install_starts_over_cleanly(machine: Machine) -> None:
 
 
 @pytest.mark.slow
-def test_an_environment_that_somebody_else_made_is_kept(machine: Machine) -> None:
+def test_an_environment_that_somebody_else_made_is_kept(machine):
     machine.python()
     machine.python("python", machine.root / ".venv" / "bin")
     (machine.root / ".venv" / "pyvenv.cfg").write_text("version = 3.11.1\n")
@@ -213,9 +209,7 @@ def test_an_environment_that_somebody_else_made_is_kept(machine: Machine) -> Non
 
 
 @pytest.mark.slow
-def test_an_active_environment_is_used_if_it_has_all_that_is_needed(
-    machine: Machine, tmp_path: Path
-) -> None:
+def test_an_active_environment_is_used_if_it_has_all_that_is_needed(machine, tmp_path):
     machine.python()
     for folder in ("has", "without"):
         machine.python("python", tmp_path / folder / "bin")
@@ -232,7 +226,7 @@ def test_an_active_environment_is_used_if_it_has_all_that_is_needed(
         assert machine.installs() == [*MADE[:-1], "uv: .[dev]"]
 
 
-def test_what_the_command_is_given(machine: Machine) -> None:
+def test_what_the_command_is_given(machine):
     machine.python()
     done = machine.run("run_llama_train.sh", "--job.description", "two words", FAKE_TRAIN="7")
     assert done.returncode == 7
@@ -245,7 +239,7 @@ def test_what_the_command_is_given(machine: Machine) -> None:
     assert machine.calls()[-1] == "titanlite: train a.toml b.toml"
 
 
-def test_the_tiers_of_the_tests(machine: Machine) -> None:
+def test_the_tiers_of_the_tests(machine):
     machine.python()
     machine.run("run_tests.sh", "tests/config", "-k", "a b")
     quick = [call for call in machine.calls() if call.startswith("other")]
@@ -258,7 +252,7 @@ def test_the_tiers_of_the_tests(machine: Machine) -> None:
         assert "-m pytest" in last and "slow" not in last and "--full" not in last
 
 
-def test_a_failing_stage_fails_the_whole_but_the_tests_still_run(machine: Machine) -> None:
+def test_a_failing_stage_fails_the_whole_but_the_tests_still_run(machine):
     machine.python()
     machine.run("run_tests.sh")
     stand_in = machine.root / ".venv" / "bin" / "python"

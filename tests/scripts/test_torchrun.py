@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +48,7 @@ from titanlite.torchrun import code_after_signal, code_for_scheduler, last_error
         ([-9], "0 7\n1 -1\n1 -1\n", None),
     ],
 )
-def test_which_code_stands_for_all(failed: list[int], told: str, code: int | None) -> None:
+def test_which_code_stands_for_all(failed, told, code):
     assert worst_code(told, failed) == code
 
 
@@ -57,25 +56,25 @@ def test_which_code_stands_for_all(failed: list[int], told: str, code: int | Non
     ("told", "code"),
     [(None, 5), ("", 1), ("0 -1\n", 1), ("0 0\n0 0\n", 0), ("0 5\n0 0\n", 5), ("0 6\n", 6)],
 )
-def test_which_code_stands_for_all_after_a_signal_to_torchrun(told: str | None, code: int) -> None:
+def test_which_code_stands_for_all_after_a_signal_to_torchrun(told, code):
     """Of workers that had not begun, were killed, were done, and had nothing saved."""
     assert code_after_signal(told) == code
 
 
-def test_a_scheduler_that_restarts_by_codes_gets_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduler_that_restarts_by_codes_gets_its_code(monkeypatch):
     ends: list[tuple[int, list[int]]] = [(1, [-9]), (1, [-9, 1]), (5, []), (6, []), (7, [7])]
     assert [code_for_scheduler(*end) for end in ends] == [137, 1, 5, 6, 7]
     monkeypatch.setenv("TITANLITE_RESTART_CODE", "138")
     assert [code_for_scheduler(*end) for end in ends] == [138, 1, 138, 6, 138]
 
 
-def test_what_the_last_restart_said_is_kept_for_the_end() -> None:
+def test_what_the_last_restart_said_is_kept_for_the_end():
     told = '0 1 "rank 0: first"\n1 7 ""\n1 1 "rank 1 on a: OSError: a\\nb"\n1 1 "rank 2: third"\n'
     assert last_error(told) == "rank 1 on a: OSError: a\nb"
     assert last_error("0 7\n") == last_error("") == ""
 
 
-def test_a_taken_port_is_a_wrong_setting_and_an_unreachable_store_is_not() -> None:
+def test_a_taken_port_is_a_wrong_setting_and_an_unreachable_store_is_not():
     import torch.distributed as dist
 
     with socket.create_server(("", 0)) as other, pytest.raises(dist.DistNetworkError) as taken:
@@ -84,7 +83,7 @@ def test_a_taken_port_is_a_wrong_setting_and_an_unreachable_store_is_not() -> No
     assert code_of(dist.DistNetworkError("The client socket has timed out")) == LOST_PEER
 
 
-def test_a_killed_only_rank_ends_as_killed() -> None:
+def test_a_killed_only_rank_ends_as_killed():
     """So that the scripts of `titanlite launch` start it again, as when one of several is
     killed.
     """
@@ -117,8 +116,8 @@ def test_a_killed_only_rank_ends_as_killed() -> None:
     ],
 )
 def test_what_failed_before_torchrun_stopped_the_others_decides(
-    tmp_path: Path, first: str, stopped: str, starts: int, end: int
-) -> None:
+    tmp_path, first, stopped, starts, end
+):
     """But an end that would come again counts whenever it comes."""
     script = tmp_path / "rank.sh"
     script.write_text(
@@ -136,9 +135,7 @@ def test_what_failed_before_torchrun_stopped_the_others_decides(
 @pytest.mark.parametrize(
     ("code", "waiting", "left"), [(5, 0, 0), (5, 1, 2), (6, 1, 2), (2, 1, 0), (7, 1, 2)]
 )
-def test_a_stop_for_a_machine_that_joins_leaves_the_restarts(
-    monkeypatch: pytest.MonkeyPatch, code: int, waiting: int, left: int
-) -> None:
+def test_a_stop_for_a_machine_that_joins_leaves_the_restarts(monkeypatch, code, waiting, left):
     """The torchrun that sees it first stops its ranks, and they tell the other ones."""
     ended = SimpleNamespace(failures={0: SimpleNamespace(exitcode=code)})
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda self, group: ended)
@@ -196,9 +193,7 @@ def _on_two_machines(kind: str, start: list[str], *program: object) -> tuple[lis
 @pytest.mark.parametrize(
     ("kind", "program", "code"), [("static", "true", 0), ("c10d", "exit 7", 1)]
 )
-def test_an_end_on_two_machines_prints_no_stack_of_torch(
-    kind: str, program: str, code: int
-) -> None:
+def test_an_end_on_two_machines_prints_no_stack_of_torch(kind, program, code):
     codes, said = _on_two_machines(kind, ["-c", LATE], "--no-python", "sh", "-c", program)
     assert codes == [code, code], said
     for text in said:
@@ -233,7 +228,7 @@ end_process(LOST_PEER)
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_on_one_of_two_machines_starts_again_on_both(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_on_one_of_two_machines_starts_again_on_both(tmp_path):
     """torchrun of the other machine follows, and counts no restart. An end for good is the end of
     both.
     """
@@ -245,7 +240,7 @@ def test_a_rank_that_is_killed_on_one_of_two_machines_starts_again_on_both(tmp_p
     assert len(lost) == 1 and "Start again" not in lost[0], said
 
 
-def test_codes_of_a_round_count_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_of_a_round_count_alone(tmp_path, monkeypatch):
     """Also where this machine counts no restart, since it follows another one."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "codes"))
     for number, code in enumerate((PREEMPTED_UNSAVED, LOST_PEER)):
@@ -255,7 +250,7 @@ def test_codes_of_a_round_count_alone(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_a_start_that_meets_the_closed_rendezvous_of_an_earlier_one_may_be_repeated() -> None:
+def test_a_start_that_meets_the_closed_rendezvous_of_an_earlier_one_may_be_repeated():
     """As a new pod whose peers have not ended yet."""
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
@@ -286,7 +281,7 @@ LAUNCHER = (
 )
 
 
-def test_a_worker_is_asked_to_stop_when_its_torchrun_is_killed() -> None:
+def test_a_worker_is_asked_to_stop_when_its_torchrun_is_killed():
     env = environment(TORCHELASTIC_RUN_ID="x")
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCHER], env=env, stdout=subprocess.PIPE
@@ -297,7 +292,7 @@ def test_a_worker_is_asked_to_stop_when_its_torchrun_is_killed() -> None:
         assert launcher.stdout.read() == b"asked to stop"
 
 
-def test_a_process_ends_when_its_parent_ended_before_it_asked() -> None:
+def test_a_process_ends_when_its_parent_ended_before_it_asked():
     late = (
         "from titanlite.dist.parent_death import end_with_parent; end_with_parent(9, 2**22 + 1); "
         "print('goes on')"
@@ -306,7 +301,7 @@ def test_a_process_ends_when_its_parent_ended_before_it_asked() -> None:
 
 
 @pytest.mark.slow
-def test_its_end_leaves_no_time_to_a_thread_that_talks_to_the_store(tmp_path: Path) -> None:
+def test_its_end_leaves_no_time_to_a_thread_that_talks_to_the_store(tmp_path):
     """Where Python ends such a thread, torch aborts the process, with code 134."""
     script = tmp_path / "rank.py"
     script.write_text("print('done')")

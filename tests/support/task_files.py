@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ SHORT = ["--training.steps=4", "--checkpoint.interval=4", "--no-validation.enabl
 _DATA = "dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {file}\ntest_split: test\n"
 CHOICE = (
     "output_type: multiple_choice\ndoc_to_text: '{{text}}'\n"
-    "doc_to_choice: ['a cat', 'dogs, and on']\ndoc_to_target: 0\n"
+    "doc_to_choice: ['a cat', ' dogs, and on']\ndoc_to_target: 0\n"
     "metric_list: [{metric: acc}, {metric: acc_norm}]\n"
 )
 TASKS = {
@@ -46,10 +46,10 @@ _UNTIL = (
 _FAILS = "process_results: !function fails.fail\n"
 
 
-def write_tasks(folder: Path) -> Path:
+def write_tasks(folder: Path, texts: Sequence[str] = TEXTS) -> Path:
     """Write the task files, and one whose code fails."""
     file = folder / "texts.jsonl"
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     data = _DATA.format(file=file)
     for name, lines in {**TASKS, "tiny_broken": CHOICE + _FAILS, "tiny_until": _UNTIL}.items():
         (folder / f"{name}.yaml").write_text(f"task: {name}\n{data}{lines}")

@@ -11,7 +11,7 @@ import pytest
 
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import Training
-from titanlite.data.dataset_builder import build_dataset
+from titanlite.data.dataset_builder import TextReader
 from titanlite.data.sequences import PackedDataset
 from titanlite.data.tokenize_files import Corpus
 from titanlite.data.tokenizer import load_tokenizer
@@ -86,7 +86,7 @@ def rows_of(
     path: Path, seq_len: int = 8, epochs: int | None = None, data: Any = None
 ) -> PackedDataset:
     training = Training(dataset_path=str(path), seq_len=seq_len, epochs=epochs)
-    found = build_dataset(training, Data(**(data or {})), TOKENIZER, 2304)
+    found = TextReader(Data(**(data or {})), TOKENIZER, 2304).train(training)
     assert isinstance(found, PackedDataset)
     return found
 

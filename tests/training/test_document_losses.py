@@ -7,13 +7,14 @@ import math
 import random
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import pytest
 
-from tests.support.pool import Pools
-from tests.support.whole_runs import train_run
+from tests.support.whole_runs import make_trainer, outcome_of, train_run
 from titanlite.cli.main import main
+from titanlite.dist.dist_env import DistEnv
+from titanlite.metrics import document_losses
 from titanlite.metrics.bad_step_log import AnomalyLog
 from titanlite.optim.bad_step_errors import BadStepError
 
@@ -66,13 +67,7 @@ PP = "--experimental.pipeline_parallel_degree=2"
         pytest.param(4, [TP, "--training.loss_chunks=4"], id="tensor-fsdp-stop"),
     ],
 )
-def test_the_poisoned_document_is_named_first(
-    pool: Pools,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    ranks: int,
-    flags: list[str],
-) -> None:
+def test_the_poisoned_document_is_named_first(pool, tmp_path, capsys, ranks, flags):
     out = f"--job.dump_folder={tmp_path / 'run'}"
     given = flags_of(tmp_path, True, *flags)
     event = pool(ranks).run(train_run, str(tmp_path / "run"), *given)[0]["events"][-1]
@@ -106,9 +101,7 @@ def test_the_poisoned_document_is_named_first(
     assert f"[data]\nskip_steps = [{event['data_steps']}]" in shown
 
 
-def test_without_poison_nothing_is_reported(
-    pool: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_poison_nothing_is_reported(pool, tmp_path, capsys):
     folder = tmp_path / "run"
     found = pool(1).run(train_run, str(folder), *flags_of(tmp_path, False))[0]
     assert (found["step"], found["error"], found["events"]) == (20, "", [])
@@ -117,10 +110,33 @@ def test_without_poison_nothing_is_reported(
     assert "The guard writes it at a bad step" in capsys.readouterr().err
 
 
+def _unread(world: DistEnv, folder: str, name: str, rank: int, *flags: str) -> dict[str, Any]:
+    """Train; a rank fails while the losses of documents are measured."""
+    trainer = make_trainer(world, folder, *flags)
+
+    def fail(*_: Any) -> None:
+        assert trainer.parts.callbacks[0].watch.where == f"evaluate of step {trainer.step}"
+        raise MemoryError(name)
+
+    given = fail if world.rank == rank else getattr(document_losses, name)
+    with patch.object(document_losses, name, given):
+        return outcome_of(trainer, folder)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"), [(1, "TargetLogs"), pytest.param(2, "documents_of", marks=pytest.mark.slow)]
+)
+def test_a_run_that_skips_a_step_goes_on_where_its_documents_cannot_be_measured(
+    pool, tmp_path, ranks, name
+):
+    flags = flags_of(tmp_path, True, "--guard.policy=skip")
+    found = pool(ranks).run(_unread, str(tmp_path / "run"), name, ranks - 1, *flags)[0]
+    assert (found["step"], found["error"], found["events"][0]["losses"]) == (20, "", [])
+    assert f"the losses of documents cannot be measured: MemoryError: {name}" in found["said"]
+
+
 @pytest.mark.parametrize("losses", [[], [{"loss": math.nan, "others": math.nan}]])
-def test_no_document_is_blamed_where_the_others_have_no_loss(
-    monkeypatch: pytest.MonkeyPatch, losses: list[dict[str, Any]]
-) -> None:
+def test_no_document_is_blamed_where_the_others_have_no_loss(monkeypatch, losses):
     """Weights that are not finite give every document such a loss."""
     monkeypatch.setattr("titanlite.metrics.document_losses.document_losses", lambda *_: losses)
     bad = BadStepError(3, math.nan, math.nan, "why", "not finite")

@@ -16,7 +16,7 @@ from titanlite.config.errors import ConfigError
 
 
 @pytest.mark.parametrize(("row", "column"), REFUSED, ids=map(" - ".join, REFUSED))
-def test_a_cell_that_cannot_work_is_refused(row: str, column: str) -> None:
+def test_a_cell_that_cannot_work_is_refused(row, column):
     with pytest.raises(ConfigError) as caught:
         config_of(row, COLUMNS[column])
     assert {problem.key for problem in caught.value.problems} == {SCHEDULE}

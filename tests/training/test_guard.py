@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from tests.support.harness import W2, Run, batches, equal_states, run_stages, state_of, stepper
-from tests.support.pool import Pools
 from titanlite.checkpoint.state_dict import find_nonfinite
 from titanlite.dist.dist_env import DistEnv
 from titanlite.loss import cross_entropy_sum
@@ -72,7 +71,7 @@ def _train(world: DistEnv, run: Run, left_out: bool) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_a_skipped_step_leaves_no_trace(pool: Pools, changes: dict[str, Any]) -> None:
+def test_a_skipped_step_leaves_no_trace(pool, changes):
     run = replace(RUN, **changes)
     without = pool(2).run(_train, run, True)
     for found, other in zip(pool(2).run(_train, run, False), without, strict=True):
@@ -85,7 +84,7 @@ def test_a_skipped_step_leaves_no_trace(pool: Pools, changes: dict[str, Any]) ->
         assert equal_states(states[-1], other["states"][-1]), "as if the batch had never been there"
 
 
-def test_on_a_gpu_a_step_is_known_when_the_next_is_under_way() -> None:
+def test_on_a_gpu_a_step_is_known_when_the_next_is_under_way():
     guard = FiniteGuard(CPU, spike_sigmas=3.0, window=4)
     guard.late = True
     for step in range(1, 9):
@@ -119,7 +118,7 @@ def _noisy(seed: int, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("sigmas", "window"), [(3.0, 12), (1.5, 7), (6.0, 30)])
-def test_spikes_are_those_of_the_formula(sigmas: float, window: int) -> None:
+def test_spikes_are_those_of_the_formula(sigmas, window):
     """Against mean and sample deviation of Python's own over the last losses that were not
     flagged.
     """
@@ -145,15 +144,13 @@ def test_spikes_are_those_of_the_formula(sigmas: float, window: int) -> None:
 @pytest.mark.parametrize(
     ("norm", "loss", "good"), [(1.0, 2.0, True), (1.0, INF, False), (NAN, 2.0, False)]
 )
-def test_neither_the_loss_nor_the_norm_alone_is_enough(
-    norm: float, loss: float, good: bool
-) -> None:
+def test_neither_the_loss_nor_the_norm_alone_is_enough(norm, loss, good):
     """A target of probability zero has an infinite loss, but a finite gradient."""
     value = torch.tensor(loss)
     assert bool(FiniteGuard(CPU).check(1, torch.tensor(norm), value, value)) == good
 
 
-def test_the_budget_is_of_the_last_steps() -> None:
+def test_the_budget_is_of_the_last_steps():
     guard = FiniteGuard(CPU, "skip", 2, 4.0, 10)
     bad_steps = (18, 22, 29, 33, 37)
     for step in range(1, 37):
@@ -181,6 +178,6 @@ def _search(world: DistEnv) -> list[str]:
     return [*found, find_nonfinite({**good, "bad": torch.tensor([INF, -INF])})]
 
 
-def test_the_search_finds_what_is_not_finite_and_nothing_else(pool: Pools) -> None:
+def test_the_search_finds_what_is_not_finite_and_nothing_else(pool):
     for found in pool(2).run(_search):
         assert found == ["", *["bad on rank 1"] * 4, "bad on ranks 0, 1"]

@@ -13,9 +13,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.support.golden_run import GoldenRun
 from tests.support.harness import Run, batches, run_stages, stepper
-from tests.support.pool import Pools
 from tests.support.whole_runs import (
     GLOBAL,
     losses_of,
@@ -46,7 +44,7 @@ def _loop(folder: Path) -> dict[str, Any]:
     return Contents(folder).manifest.train
 
 
-def test_skip_goes_on_and_records_the_documents(golden: GoldenRun) -> None:
+def test_skip_goes_on_and_records_the_documents(golden):
     rows = golden.rows()
     assert [step for step, row in rows.items() if not math.isfinite(float(row["loss"]))] == [5]
     assert sorted(rows) == list(range(1, 25))
@@ -72,7 +70,7 @@ ROLLBACK = "--guard.policy=rollback"
 ASYNC = "--checkpoint.async_mode=async"
 
 
-def test_a_rollback_is_the_run_that_left_the_stretch_out(pool: Pools, tmp_path: Path) -> None:
+def test_a_rollback_is_the_run_that_left_the_stretch_out(pool, tmp_path):
     rolled = tmp_path / "rolled"
     plain = tmp_path / "plain"
     found = pool(2).run(
@@ -103,9 +101,7 @@ def test_a_rollback_is_the_run_that_left_the_stretch_out(pool: Pools, tmp_path: 
 
 
 @pytest.mark.slow
-def test_rollbacks_end_with_their_budget_or_without_a_checkpoint(
-    pool: Pools, tmp_path: Path
-) -> None:
+def test_rollbacks_end_with_their_budget_or_without_a_checkpoint(pool, tmp_path):
     found, other = pool(2).run(
         poisoned_run, str(tmp_path / "a"), {6: NAN, 8: NAN, 11: NAN}, *SHORT, ROLLBACK, ASYNC
     )
@@ -119,9 +115,7 @@ def test_rollbacks_end_with_their_budget_or_without_a_checkpoint(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_with_bad_weights_is_left_for_the_one_before(
-    pool: Pools, tmp_path: Path
-) -> None:
+def test_a_checkpoint_with_bad_weights_is_left_for_the_one_before(pool, tmp_path):
     """Whatever is read behind the checkpoint of step 4, step 5 or 6 is bad, until the run goes on
     from step 2.
     """
@@ -163,9 +157,7 @@ def test_a_checkpoint_with_bad_weights_is_left_for_the_one_before(
 
 
 @pytest.mark.slow
-def test_weights_that_make_every_step_bad_do_not_push_out_the_last_good_ones(
-    pool: Pools, tmp_path: Path
-) -> None:
+def test_weights_that_make_every_step_bad_do_not_push_out_the_last_good_ones(pool, tmp_path):
     """The steps after 4 are all skipped, whatever the text: what is saved then was never proven."""
     flags = [
         "--training.steps=9",
@@ -234,9 +226,7 @@ def _saves(world: DistEnv, folder: str, run: Run, mode: Any) -> list[str]:
     [(RUN, "async"), (replace(RUN, pipeline=2), "disabled")],
     ids=["sharded", "pipeline"],
 )
-def test_no_save_publishes_what_is_not_finite(
-    pool: Pools, tmp_path: Path, mode: str, run: Run
-) -> None:
+def test_no_save_publishes_what_is_not_finite(pool, tmp_path, mode, run):
     for said in pool(2).run(_saves, str(tmp_path), run, mode):
         weight = "step 1: model.output.weight on rank 1 is not finite after step 1"
         assert all(words.startswith(weight) and words.endswith(" []") for words in said[:2]), (
@@ -285,9 +275,7 @@ EVERY_TWO = "--checkpoint.interval=2"
     ("policy", "mode"),
     [("stop", "async"), ("rollback", "disabled"), ("skip", "disabled")],
 )
-def test_no_policy_goes_on_with_weights_that_are_not_finite(
-    pool: Pools, tmp_path: Path, policy: str, mode: str
-) -> None:
+def test_no_policy_goes_on_with_weights_that_are_not_finite(pool, tmp_path, policy, mode):
     """The save after step 4 finds the NaN, or else the step after it."""
     flags = [f"--guard.policy={policy}", "--guard.max_skips=50", f"--checkpoint.async_mode={mode}"]
     flags += ["--checkpoint.interval=100" if policy == "skip" else EVERY_TWO]
@@ -313,9 +301,7 @@ def test_no_policy_goes_on_with_weights_that_are_not_finite(
 
 
 @pytest.mark.slow
-def test_an_older_version_s_checkpoint_of_such_weights_is_passed_over(
-    pool: Pools, tmp_path: Path
-) -> None:
+def test_an_older_version_s_checkpoint_of_such_weights_is_passed_over(pool, tmp_path):
     pool(2).run(_spoil_weight, str(tmp_path), 4, EVERY_TWO, "--training.steps=4", checked=False)
     root = tmp_path / "checkpoint"
     assert steps_in(root) == [2, 4]

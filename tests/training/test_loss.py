@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from tests.support.compare import LABELS, TOKENS, relative
 from tests.support.harness import TINY, Run, full_precision, train, train_afresh
-from tests.support.pool import Pools
 from tests.support.watch import Watch
 from titanlite.config.sections import Compile
 from titanlite.features.loss_chunks.head import ChunkedHead, chunk_head
@@ -63,7 +62,7 @@ def _gradients(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[float, d
 
 @pytest.mark.parametrize("chunks", [2, 7, 1000])
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-def test_loss_and_every_gradient_are_those_of_the_whole(chunks: int, tied: bool) -> None:
+def test_loss_and_every_gradient_are_those_of_the_whole(chunks, tied):
     whole = _model(tied)
     batch = _batch()
     parts = _chunked(whole, chunks)
@@ -77,7 +76,7 @@ def test_loss_and_every_gradient_are_those_of_the_whole(chunks: int, tied: bool)
         assert relative(ours[name], gradient) < 1e-6, name
 
 
-def test_without_gradients_it_is_the_loss_alone_and_without_labels_the_logits() -> None:
+def test_without_gradients_it_is_the_loss_alone_and_without_labels_the_logits():
     whole, (tokens, labels) = _model(), _batch()
     parts = _chunked(whole, 3)
     with torch.no_grad():
@@ -106,7 +105,7 @@ class _Memory(Watch):
         self.peak = max(self.peak, sum(self._made.values()))
 
 
-def test_only_the_logits_of_one_chunk_exist_at_a_time() -> None:
+def test_only_the_logits_of_one_chunk_exist_at_a_time():
     """Forward and backward of a head with 48 KiB of hidden states and 512 KiB of weights."""
     vocab = 2048
     rows = 48
@@ -128,7 +127,7 @@ def test_only_the_logits_of_one_chunk_exist_at_a_time() -> None:
     assert saved > 2 * logits * (chunks - 1) / chunks, (saved / logits, seen[1].peak / logits)
 
 
-def test_a_head_that_cannot_do_it_is_refused() -> None:
+def test_a_head_that_cannot_do_it_is_refused():
     model = _model()
     model.output = nn.Linear(DIM, VOCAB)
     with pytest.raises(ValueError, match=r"without bias, and this is Linear.*before fully_shard"):
@@ -146,9 +145,7 @@ PENALIZED = Run(
 
 
 @pytest.mark.parametrize(("z", "smoothing"), [(Z, 0.0), (0.0, SMOOTHING), (Z, SMOOTHING)])
-def test_gradients_are_those_of_the_formulas_and_the_value_is_cross_entropy(
-    z: float, smoothing: float
-) -> None:
+def test_gradients_are_those_of_the_formulas_and_the_value_is_cross_entropy(z, smoothing):
     generator = torch.Generator().manual_seed(0)
     logits = (5 * torch.randn(2, 9, 50, generator=generator)).requires_grad_()
     labels = torch.randint(0, 50, (2, 9), generator=generator)
@@ -185,7 +182,7 @@ def test_gradients_are_those_of_the_formulas_and_the_value_is_cross_entropy(
     ],
     ids=str,
 )
-def test_every_layout_trains_as_one_rank(pool: Pools, layout: dict[str, Any]) -> None:
+def test_every_layout_trains_as_one_rank(pool, layout):
     alone, plain = (
         pool(1).run(train, run)[0]
         for run in (PENALIZED, replace(PENALIZED, training=full_precision()))

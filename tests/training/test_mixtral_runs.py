@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,9 +59,7 @@ STAGES = [f"--{PP}degree=2", "--training.batch_size=2"]
         (1, [f"{AC}full", "--training.loss_chunks=3"]),
     ],
 )
-def test_equal_however_the_work_is_divided(
-    pool: Pools, alone: list[dict[str, Any]], tmp_path: Path, ranks: int, flags: list[str]
-) -> None:
+def test_equal_however_the_work_is_divided(pool, alone, tmp_path, ranks, flags):
     rows = pool(ranks).run(_run, str(tmp_path), *flags)[0]
     assert len(rows) == 4
     for row, expected in zip(rows, alone, strict=True):

@@ -95,9 +95,7 @@ def stop_and_go_on(whole: Path, ranks: int, stops: tuple[int, ...], *more: str) 
 
 
 @pytest.mark.slow
-def test_a_ramp_of_batches_is_exact_on_four_ranks_also_when_it_is_stopped_at_its_borders(
-    tmp_path: Path,
-) -> None:
+def test_a_ramp_of_batches_is_exact_on_four_ranks_also_when_it_is_stopped_at_its_borders(tmp_path):
     """The straight run, which tells the order of the text, has one rank."""
     more = [*mixture(tmp_path / "lines"), PHASES]
     wanted = cut(straight(tmp_path / "straight", *more[:-1]), SIZES)
@@ -120,7 +118,7 @@ EIGHT = ["--training.global_batch_size=8"]
 
 
 @pytest.mark.slow
-def test_a_resume_around_a_border_of_lengths_is_exact_also_on_other_ranks(tmp_path: Path) -> None:
+def test_a_resume_around_a_border_of_lengths_is_exact_also_on_other_ranks(tmp_path):
     more = [*mixture(tmp_path / "lines"), "--data.mask_documents", *EIGHT, LENGTHS]
     whole = tmp_path / "whole"
     assert train(flags(whole, *more), 2, tmp_path / "console")[0] == [0, 0]
@@ -149,9 +147,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("divided", ["context", "pipeline", "tensor"])
-def test_ranks_that_share_the_work_follow_the_length(
-    plain: list[Any], tmp_path: Path, divided: str
-) -> None:
+def test_ranks_that_share_the_work_follow_the_length(plain, tmp_path, divided):
     more = {
         "context": ["--experimental.context_parallel_degree=2", "--data.mask_documents=false"],
         "pipeline": [
@@ -169,7 +165,7 @@ def test_ranks_that_share_the_work_follow_the_length(
 
 
 @pytest.mark.slow
-def test_a_compiled_model_compiles_each_length_once_and_says_so(tmp_path: Path) -> None:
+def test_a_compiled_model_compiles_each_length_once_and_says_so(tmp_path):
     more = [*EIGHT, LENGTHS, "--training.compile", "--compile.backend=aot_eager"]
     codes, console = train(flags(tmp_path / "run", *more), 1, tmp_path / "console")
     assert codes == [0], console
@@ -179,9 +175,7 @@ def test_a_compiled_model_compiles_each_length_once_and_says_so(tmp_path: Path) 
     assert "torch.compile compiled" not in console
 
 
-def test_a_step_of_another_size_has_the_patience_of_a_first_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_of_another_size_has_the_patience_of_a_first_step(monkeypatch):
     limits: list[float] = []
     monkeypatch.setattr(timeouts, "set_timeouts", limits.append)
     monkeypatch.setattr(timeouts, "set_timeout", lambda time: limits.append(time.seconds))
@@ -202,7 +196,7 @@ def test_a_step_of_another_size_has_the_patience_of_a_first_step(
     assert limits == [-1, 100, -2, 300, -3, 100, -4, -5]
 
 
-def test_the_routers_losses_are_divided_by_the_tokens_of_the_step_under_way() -> None:
+def test_the_routers_losses_are_divided_by_the_tokens_of_the_step_under_way():
     more = ["--model.name=mixtral", "--model.overrides.n_kv_heads=1", *EIGHT, LENGTHS]
     run = load_config("debug_model.toml", 1, [*TINY, *more])
     args = run.model_args(2304)

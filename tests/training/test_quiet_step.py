@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.pool import Pools
 from tests.support.steps import train_rows
 from tests.support.tiny import TWENTY_STEPS
 from tests.support.watch import Calls, Operations
@@ -83,9 +82,7 @@ OWN = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [RECORDS, ROLLBACK], ids=["boards, norms by layer", "rollback"])
-def test_a_step_between_two_logs_sends_and_reads_only_its_own(
-    pool: Pools, tmp_path: Any, flags: list[str]
-) -> None:
+def test_a_step_between_two_logs_sends_and_reads_only_its_own(pool, tmp_path, flags):
     for seen in pool(2).run(_watch, str(tmp_path), flags):
         quiet = seen[QUIET]
         logged = seen[LOGGED]

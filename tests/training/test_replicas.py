@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
 from tests.support.grid import DEEPSEEK
-from tests.support.pool import Pools
 from tests.support.whole_runs import make_trainer, outcome_of
 from titanlite.callbacks import Callback, Callbacks
 from titanlite.dist.dist_env import DistEnv
@@ -54,9 +51,7 @@ def warnings_of(world: DistEnv, folder: str, own: list[Callback], *flags: str) -
     [((TENSOR,), "layers.1.ffn_norm.weight"), ((REPLICATE,), "layers.1.feed_forward.w1.weight")],
     ids=["tensor", "replicas"],
 )
-def test_a_weight_that_differs_is_named_with_its_ranks(
-    pool: Pools, tmp_path: Path, flags: tuple[str, ...], name: str
-) -> None:
+def test_a_weight_that_differs_is_named_with_its_ranks(pool, tmp_path, flags, name):
     first, second = pool(2).run(warnings_of, str(tmp_path), [Nudge(name, {1})], *flags)
     assert second == []
     assert len(first) == 1
@@ -69,14 +64,12 @@ def test_a_weight_that_differs_is_named_with_its_ranks(
     [(2, (TENSOR,)), (2, (PIPELINE,)), (4, (CONTEXT, REPLICATE)), (4, (*EXPERTS, REPLICATE))],
     ids=["tp", "pp", "cp, ddp", "ep, hsdp"],
 )
-def test_weights_that_agree_are_not_named(
-    pool: Pools, tmp_path: Path, ranks: int, flags: tuple[str, ...]
-) -> None:
+def test_weights_that_agree_are_not_named(pool, tmp_path, ranks, flags):
     assert pool(ranks).run(warnings_of, str(tmp_path), [], *flags) == [[]] * ranks
 
 
 @pytest.mark.slow
-def test_a_bias_of_experts_is_compared_too(pool: Pools, tmp_path: Path) -> None:
+def test_a_bias_of_experts_is_compared_too(pool, tmp_path):
     first, *others = pool(4).run(warnings_of, str(tmp_path), [Nudge(BIAS, {2, 3})], *EXPERTS)
     assert others == [[]] * 3
     assert f"between ranks 0, 1 and ranks 2, 3, which must hold the same: {BIAS}. " in first[0]

@@ -9,12 +9,10 @@ import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
-from tests.support.golden_run import GoldenRun
-from tests.support.pool import Pools
 from tests.support.processes import ROOT, TORCHRUN, python
 from tests.support.ranks import train
 from tests.support.tiny import TWENTY_STEPS, size
@@ -35,9 +33,7 @@ from titanlite.trainer import Trainer
 SKIP = "--guard.policy=skip"
 
 
-def test_ten_resume_ten_equals_twenty_bit_for_bit(
-    pool: Pools, golden: GoldenRun, tmp_path: Path
-) -> None:
+def test_ten_resume_ten_equals_twenty_bit_for_bit(pool, golden, tmp_path):
     golden.copy(tmp_path, newest=10)
     resumed = pool(2).run(train_run, str(tmp_path), "--training.steps=20", SKIP)[0]["rows"]
     straight = [row for row in read_metrics(golden.folder / "metrics.jsonl") if row["step"] <= 20]
@@ -52,9 +48,7 @@ def test_ten_resume_ten_equals_twenty_bit_for_bit(
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_resume_on_other_ranks_goes_on_with_the_same_batches(
-    pool: Pools, golden: GoldenRun, tmp_path: Path, ranks: int
-) -> None:
+def test_resume_on_other_ranks_goes_on_with_the_same_batches(pool, golden, tmp_path, ranks):
     """Another batch in any step would move that step's loss by far more than rounding."""
     golden.copy(tmp_path, newest=10)
     resumed = losses_of(
@@ -65,9 +59,7 @@ def test_resume_on_other_ranks_goes_on_with_the_same_batches(
         assert abs(resumed[step][0] - straight[step]["loss"]) < 5e-6, step
 
 
-def test_training_lowers_the_loss_and_validation_measures_the_same_tokens(
-    golden: GoldenRun,
-) -> None:
+def test_training_lowers_the_loss_and_validation_measures_the_same_tokens(golden):
     losses = golden.rows()
     validations = golden.rows("validation_loss")
     assert losses[1]["loss"] > 7.0
@@ -85,9 +77,7 @@ def test_training_lowers_the_loss_and_validation_measures_the_same_tokens(
     ("train", "name"),
     [({}, "tokens_seen"), ({"data": 3}, "data"), ({"guard": {"losses": ["a"]}}, "guard")],
 )
-def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused(
-    train: dict[str, Any], name: str
-) -> None:
+def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused(train, name):
     """To begin at step 1 with its weights would look like success."""
     good = {"tokens_seen": 7, "data": {}} if train else {}
     loaded = LoadedState(10, good | train, folder=Path("step-10"))
@@ -96,11 +86,11 @@ def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused(
         begin_from(cast("Trainer", None), loaded)
 
 
-def test_phases_and_schedules_of_another_version_are_told_as_changes() -> None:
+def test_phases_and_schedules_of_another_version_are_told_as_changes():
     plain = LearningRate(Schedule(10, 2, "constant", "titan", 0.0), 1e-3)
     halved = replace(plain, phases=((8, 0.5),))
 
-    def change(before: LearningRate, now: LearningRate, **other: Any) -> str | None:
+    def change(before, now, **other):
         record = json.loads(json.dumps({**before.record(), **other}))
         return schedule_change(LoadedState(6, {"schedule": record}), now, 10)
 
@@ -114,7 +104,7 @@ def test_phases_and_schedules_of_another_version_are_told_as_changes() -> None:
 
 
 @pytest.mark.slow
-def test_resume_says_how_the_learning_rate_changed(pool: Pools, tmp_path: Path) -> None:
+def test_resume_says_how_the_learning_rate_changed(pool, tmp_path):
     pool(1).run(
         train_run,
         str(tmp_path),
@@ -135,9 +125,7 @@ def test_resume_says_how_the_learning_rate_changed(pool: Pools, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_other_text_tokenizer_order_or_model_is_refused(
-    pool: Pools, golden: GoldenRun, tmp_path: Path
-) -> None:
+def test_other_text_tokenizer_order_or_model_is_refused(pool, golden, tmp_path):
     golden.copy(tmp_path, newest=10)
     text = tmp_path / "other.jsonl"
     text.write_text(json.dumps({"text": "Another text. " * 99, "timestamp": "", "url": ""}))
@@ -164,7 +152,7 @@ def test_other_text_tokenizer_order_or_model_is_refused(
 
 
 @pytest.mark.slow
-def test_epochs_end_where_the_text_ends(pool: Pools, tmp_path: Path) -> None:
+def test_epochs_end_where_the_text_ends(pool, tmp_path):
     """On 1 and 2 ranks: the same steps and losses, those of the padded last batch too."""
     text = tmp_path / "text.jsonl"
     verses = [f"Verse {n}: in the beginning was the word, {n * n}." for n in range(40)]
@@ -185,7 +173,7 @@ def test_epochs_end_where_the_text_ends(pool: Pools, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_earlier_metrics_are_kept_not_mixed(pool: Pools, golden: GoldenRun, tmp_path: Path) -> None:
+def test_earlier_metrics_are_kept_not_mixed(pool, golden, tmp_path):
     golden.copy(tmp_path)
     fresh = pool(1).run(
         train_run, str(tmp_path), "--training.steps=2", "--no-checkpoint.enable_checkpoint"
@@ -196,7 +184,7 @@ def test_earlier_metrics_are_kept_not_mixed(pool: Pools, golden: GoldenRun, tmp_
     )
 
 
-def test_wrong_config_exits_2_before_torch_is_imported() -> None:
+def test_wrong_config_exits_2_before_torch_is_imported():
     code = (
         "import sys; from titanlite import exit_codes, main\n"
         "exit_codes.exit_now = lambda code, _: sys.exit(code + 40 * ('torch' in sys.modules))\n"
@@ -212,7 +200,7 @@ def test_wrong_config_exits_2_before_torch_is_imported() -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_and_write_what_they_say(tmp_path: Path) -> None:
+def test_two_ranks_train_and_write_what_they_say(tmp_path):
     command = ["-m", "titanlite", "train", "debug_model.toml", "--nproc-per-node", "2"]
     done = python(*command, *TWENTY_STEPS, f"--job.dump_folder={tmp_path}", "--training.steps=4")
     assert done.returncode == 0, done.stderr
@@ -225,7 +213,7 @@ def test_two_ranks_train_and_write_what_they_say(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_custom_loop_trains(tmp_path: Path) -> None:
+def test_custom_loop_trains(tmp_path):
     source = ROOT / "examples" / "custom_loop.py"
     assert len(source.read_text().splitlines()) <= 40
     small = [
@@ -244,7 +232,7 @@ def test_custom_loop_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_each_way_to_stop_has_its_exit_code(tmp_path: Path) -> None:
+def test_each_way_to_stop_has_its_exit_code(tmp_path):
     for code, words, flags in [
         (
             exit_codes.GUARD,
@@ -291,14 +279,14 @@ def _garbage(world: DistEnv, folder: str) -> tuple[list[int], bool]:
 
 
 @pytest.mark.slow
-def test_garbage_is_collected_on_all_ranks_in_the_same_steps(pool: Pools, tmp_path: Path) -> None:
+def test_garbage_is_collected_on_all_ranks_in_the_same_steps(pool, tmp_path):
     for steps, on in pool(2).run(_garbage, str(tmp_path)):
         assert steps[:2] == [3, 6]
         assert on
 
 
 @pytest.mark.soak
-def test_the_shipped_default_learns(tmp_path: Path) -> None:
+def test_the_shipped_default_learns(tmp_path):
     """`./run_llama_train.sh` as it is, cut to 40 steps: the loss falls by more than a nat."""
     done = subprocess.run(
         [
@@ -318,7 +306,7 @@ def test_the_shipped_default_learns(tmp_path: Path) -> None:
     assert losses[1][0] - sum(last) / len(last) > 1.0
 
 
-def test_a_run_reports_everything_once(golden: GoldenRun) -> None:
+def test_a_run_reports_everything_once(golden):
     said, _ = golden.console()
     names = ["versions", "model", "tokenizer", "compute", "devices", "mesh"]
     names += ["data", "global batch", "length", "optimizer", "schedule"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -42,9 +41,7 @@ print(json.dumps([modules, operators, len(tokenized), collecting]))
 
 
 @pytest.mark.slow
-def test_a_start_imports_nothing_that_it_does_not_use_and_tokenizes_a_text_once(
-    tmp_path: Path,
-) -> None:
+def test_a_start_imports_nothing_that_it_does_not_use_and_tokenizes_a_text_once(tmp_path):
     words = [
         *EIGHT_STEPS,
         "--training.steps=2",

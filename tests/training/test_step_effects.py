@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.golden_run import GoldenRun
 from tests.support.harness import (
     TINY,
     Run,
@@ -38,9 +37,7 @@ UNITS = TINY.n_layers + 2  # embedding, blocks, norm with head
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("sync", "reductions"), [("last", UNITS), ("every", 4 * UNITS)])
-def test_accumulation_reduces_once_or_with_every_micro_batch(
-    pool: Pools, sync: str, reductions: int
-) -> None:
+def test_accumulation_reduces_once_or_with_every_micro_batch(pool, sync, reductions):
     run = Run(TOKENS, LABELS, [1e-3], training=full_precision(gradient_sync=sync), accumulation=4)
     seen = pool(2).run(count_collectives, run)[0]
     assert seen[REDUCE, FP32] == reductions
@@ -48,7 +45,7 @@ def test_accumulation_reduces_once_or_with_every_micro_batch(
 
 
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
-def test_mixed_precision_gathers_and_reduces_in_its_dtypes(pool: Pools, reduce_dtype: str) -> None:
+def test_mixed_precision_gathers_and_reduces_in_its_dtypes(pool, reduce_dtype):
     training = Training(mixed_precision_reduce=reduce_dtype)  # type: ignore[arg-type]
     seen = pool(2).run(count_collectives, Run(TOKENS, LABELS, [1e-3], training=training))[0]
     assert seen[GATHER, BF16]
@@ -72,7 +69,7 @@ def _compute_dtypes(world: DistEnv, run: Run) -> dict[str, torch.dtype]:
     return seen
 
 
-def test_one_rank_computes_in_the_same_precision_as_many(pool: Pools) -> None:
+def test_one_rank_computes_in_the_same_precision_as_many(pool):
     """Mixed precision is silently lost where sharding is skipped at world size 1."""
     run = Run(TOKENS, LABELS, [1e-3], training=Training())
     for ranks in (1, 2):
@@ -83,7 +80,7 @@ def test_one_rank_computes_in_the_same_precision_as_many(pool: Pools) -> None:
         }
 
 
-def test_every_parameter_moves(pool: Pools) -> None:
+def test_every_parameter_moves(pool):
     """Norm weights near 1 would stand still in bf16 weights: updates of 1e-3 are below their
     spacing.
     """
@@ -98,7 +95,7 @@ def test_every_parameter_moves(pool: Pools) -> None:
         assert changed > 0.99, f"{name}: {changed:.1%} of its values moved"
 
 
-def test_norm_of_a_large_cpu_tensor_loses_no_small_squares() -> None:
+def test_norm_of_a_large_cpu_tensor_loses_no_small_squares():
     elements = 2**27
     # Equal elements are the worst case: each square is rounded alike. Random ones are right to 2e-7
     # (fp32).
@@ -150,12 +147,12 @@ def _compare_with_one_rank(pool: Pools, alone: Run, ranks: int, shared: Run) -> 
         assert min(told.values()) > 0
 
 
-def test_norms_by_layer_are_those_of_the_whole_gradient(pool: Pools) -> None:
+def test_norms_by_layer_are_those_of_the_whole_gradient(pool):
     """Two replicas, each on two ranks."""
     _compare_with_one_rank(pool, RUN, 4, replace(RUN, replicas=2))
 
 
-def test_norms_by_layer_are_those_of_all_experts(pool: Pools) -> None:
+def test_norms_by_layer_are_those_of_all_experts(pool):
     """Two ranks divide the experts, and share every other weight."""
     # Without the loss that balances experts: it depends on how sequences are cut into calls.
     args = MixtralArgs(
@@ -165,12 +162,12 @@ def test_norms_by_layer_are_those_of_all_experts(pool: Pools) -> None:
     _compare_with_one_rank(pool, mixture, 2, replace(mixture, expert=2))
 
 
-def test_wrappers_do_not_change_a_layers_name() -> None:
+def test_wrappers_do_not_change_a_layers_name():
     assert layer_of("layers.11._checkpoint_wrapped_module.attention.wq.weight") == "layers.11"
     assert layer_of("_orig_mod.output.weight") == "output"
 
 
-def test_the_trainer_writes_them_with_every_nth_log(golden: GoldenRun) -> None:
+def test_the_trainer_writes_them_with_every_nth_log(golden):
     names = [f"grad_norm/{layer}" for layer in LAYERS]
     rows = {step: row for step, row in golden.rows(names[0]).items() if step <= 20}
     assert list(rows) == [1, 4, 7, 10, 13, 16, 19]

@@ -130,15 +130,8 @@ def straight(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[tupl
     ],
 )
 def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_nothing_is_lost(
-    pool: Pools,
-    tmp_path: Path,
-    straight: dict[tuple[int, str], float],
-    where: str,
-    step: int,
-    rank: int,
-    number: signal.Signals,
-    last: int,
-) -> None:
+    pool, tmp_path, straight, where, step, rank, number, last
+):
     flags = [EIGHT, *(["--checkpoint.interval=2"] if where == "save" else [])]
     for ended in pool(2).run(_run, str(tmp_path), where, step, rank, number, *flags):
         assert (ended["step"], ended["code"]) == (last, exit_codes.PREEMPTED)
@@ -158,9 +151,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_nothing_is_lost(
     assert (end["state"], end["step"], end["saved_step"]) == ("done", 8, 8)
 
 
-def test_without_checkpoints_it_is_said_at_once_that_nothing_is_saved(
-    pool: Pools, tmp_path: Path
-) -> None:
+def test_without_checkpoints_it_is_said_at_once_that_nothing_is_saved(pool, tmp_path):
     flags = [EIGHT, "--no-checkpoint.enable_checkpoint"]
     first, second = pool(2).run(_run, str(tmp_path), "backward", 3, 0, signal.SIGTERM, *flags)
     assert first["code"] == second["code"] == exit_codes.PREEMPTED_UNSAVED
@@ -187,14 +178,14 @@ def _run_without_loading(world: DistEnv, folder: str) -> dict[str, Any]:
         return _run(world, folder, "data", 2, 0, signal.SIGTERM, EIGHT)
 
 
-def test_a_save_that_fails_is_not_called_saved(pool: Pools, tmp_path: Path) -> None:
+def test_a_save_that_fails_is_not_called_saved(pool, tmp_path):
     (tmp_path / "checkpoint").write_text("not a folder")
     for ended in pool(2).run(_run_without_loading, str(tmp_path)):
         assert ended["code"] == exit_codes.PREEMPTED_UNSAVED
         assert "its checkpoint could not be written, there is no checkpoint" in ended["error"]
 
 
-def test_a_signal_in_the_very_last_step_lets_the_run_be_done(pool: Pools, tmp_path: Path) -> None:
+def test_a_signal_in_the_very_last_step_lets_the_run_be_done(pool, tmp_path):
     flags = ["--training.steps=2", "--no-validation.enable"]
     for ended in pool(2).run(_run, str(tmp_path), "data", 2, 0, signal.SIGTERM, *flags):
         assert ended["code"] == exit_codes.DONE
@@ -205,9 +196,7 @@ def test_a_signal_in_the_very_last_step_lets_the_run_be_done(pool: Pools, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_and_not_its_echo_ends_a_process_that_hangs(
-    tmp_path: Path,
-) -> None:
+def test_a_second_ctrl_c_and_not_its_echo_ends_a_process_that_hangs(tmp_path):
     code = (
         "import os, signal, time\n"
         "from titanlite.dist.signals import StopSignal\n"
@@ -229,7 +218,7 @@ def test_a_second_ctrl_c_and_not_its_echo_ends_a_process_that_hangs(
     assert (tmp_path / "codes").read_text() == "0 130\n"
 
 
-def test_children_started_under_the_shield_survive_what_is_sent_to_the_group() -> None:
+def test_children_started_under_the_shield_survive_what_is_sent_to_the_group():
     code = (
         "import os, signal, subprocess, sys, time\n"
         "from titanlite.dist.signals import StopSignal\n"
@@ -253,9 +242,7 @@ def test_children_started_under_the_shield_survive_what_is_sent_to_the_group() -
     ("launched", "number"),
     [(True, signal.SIGTERM), (False, signal.SIGINT), (False, signal.SIGUSR1)],
 )
-def test_a_signal_while_torch_is_imported(
-    tmp_path: Path, launched: bool, number: signal.Signals
-) -> None:
+def test_a_signal_while_torch_is_imported(tmp_path, launched, number):
     """A module in torch's place sends the signal to its own process.
 
     The launcher is started with SIGUSR1 ignored.
@@ -289,9 +276,7 @@ def _launch(folder: Path, *flags: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_workers_of_a_killed_torchrun_save_and_stop_and_the_next_start_goes_on(
-    tmp_path: Path,
-) -> None:
+def test_workers_of_a_killed_torchrun_save_and_stop_and_the_next_start_goes_on(tmp_path):
     """No save before the stop's own: torchrun's store is gone then."""
     launch = _launch(tmp_path / "run", "--training.steps=100000")
     assert launch.stdout is not None

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.equal_start import train_titanlite
-from tests.support.pool import Pools
 from titanlite.dist.dist_env import DistEnv
 
 GOLDEN = json.loads((Path(__file__).parent / "torchtitan_losses.json").read_text())
@@ -41,7 +40,7 @@ def _largest_difference(name: str, ours: Rows, theirs: Rows) -> float:
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("sync", ["last", pytest.param("every", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_float32_losses_are_torchtitans(pool: Pools, tmp_path: Path, ranks: int, sync: str) -> None:
+def test_float32_losses_are_torchtitans(pool, tmp_path, ranks, sync):
     """Both average over the step's valid tokens, wherever they are; `max_loss` is the mean loss of
     the worst rank.
     """

@@ -89,9 +89,7 @@ def _validated(world: DistEnv, folder: str, *flags: str) -> bool:
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("reshard", ["default", "2"])
-def test_the_models_parameters_are_those_of_the_optimizer(
-    pool: Pools, tmp_path: Path, reshard: str
-) -> None:
+def test_the_models_parameters_are_those_of_the_optimizer(pool, tmp_path, reshard):
     """Not the gathered ones of a forward pass without a backward."""
     assert all(
         pool(4).run(_validated, str(tmp_path), f"--training.reshard_after_forward={reshard}")
@@ -100,8 +98,8 @@ def test_the_models_parameters_are_those_of_the_optimizer(
 
 @pytest.mark.slow
 def test_each_text_has_the_loss_that_it_has_alone_and_all_count_by_tokens(
-    pool: Pools, files: dict[str, Path], one_rank: dict[str, float], tmp_path: Path
-) -> None:
+    pool, files, one_rank, tmp_path
+):
     alone = {
         n: before_step_1(pool, files, tmp_path / n, 1, f"--validation.dataset_path={files[n]}")
         for n in NAMES
@@ -128,14 +126,14 @@ def test_each_text_has_the_loss_that_it_has_alone_and_all_count_by_tokens(
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_full_pass_gives_the_same_losses_on_any_number_of_ranks(
-    pool: Pools, files: dict[str, Path], one_rank: dict[str, float], tmp_path: Path, ranks: int
-) -> None:
+    pool, files, one_rank, tmp_path, ranks
+):
     found = before_step_1(pool, files, tmp_path, ranks)
     assert found.pop("validation_tokens") == one_rank["validation_tokens"]
     assert found == pytest.approx({key: one_rank[key] for key in found}, rel=1e-6)
 
 
-def test_a_full_pass_over_text_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_pass_over_text_without_an_end_is_refused(monkeypatch):
     endless = {"wiki": PackedDataset(make_corpus([5, 5]), seq_len=16)}
     monkeypatch.setattr(TextReader, "held_out", lambda *_: endless)
     flags = ["--validation.enable", "--validation.steps"]
@@ -149,7 +147,7 @@ def test_a_full_pass_over_text_without_an_end_is_refused(monkeypatch: pytest.Mon
     )
 
 
-def test_figures_at_the_limits() -> None:
+def test_figures_at_the_limits():
     assert HeldOutLoss(1e6, 1).perplexity == math.inf
     result = ValidationResult({"none": HeldOutLoss(0.0, 0), "some": HeldOutLoss(6.0, 3)})
     assert math.isnan(result.sources["none"].loss) and result.all.loss == 2.0

@@ -17,6 +17,7 @@ from titanlite.metrics.housekeeping import (
 from titanlite.metrics.metrics_logger import MetricsLogger
 from titanlite.metrics.phase_tracker import Position
 from titanlite.metrics.throughput import Throughput, device_name
+from titanlite.runs import PREDICTION
 from titanlite.runs.provenance import public_config
 
 if TYPE_CHECKING:
@@ -56,6 +57,10 @@ def build_callbacks(
     peak = _peak_flops(parts, device)
     metrics = _metrics(parts, garbage, peak)
     every += [StartReport(parts, peak, attempts), *metrics.more, metrics]
+    if world.device.type == "cuda" or (folder / PREDICTION).exists():
+        from titanlite.assembly.prediction import KeptPrediction
+
+        every.append(KeptPrediction(parts, attempts, metrics))
     if world.size > 1:
         from titanlite.metrics.replicas import EqualReplicas
 

@@ -90,7 +90,11 @@ def _rows(parts: TrainingComponents, run: RunConfig, peak: float | None) -> Iter
     yield "mesh", mesh_text(run.mesh)
     for feature in run.features.on:
         yield from feature.report_rows(builder, parts.model)
-    yield from _memory(parts, run)
+    if builder.device.type != "cpu":
+        from titanlite.plan.start_rows import start_rows
+
+        total = total_memory_bytes(builder.device)
+        yield from start_rows(parts.run, parts.datasets.tokenizer.vocab_size, total)
     yield "data", _data(run, train)
     for name, rows in {"": train, **parts.datasets.validation}.items():
         title = "" if rows is train else f"validation {name}".strip()
@@ -134,18 +138,6 @@ def mesh_text(mesh: MeshSizes) -> str:
             shown.append(f"{name} {degree}")
     shared = f"; {mesh.expert} ranks divide the experts" if mesh.expert > 1 else ""
     return f"{' x '.join(shown)} = {counted(mesh.world_size, 'ranks')}{shared}"
-
-
-def _memory(parts: TrainingComponents, run: RunConfig) -> Iterator[Row]:
-    """A CPU has no rows: most of a process's memory is not tensors, and none has a limit."""
-    device = parts.model_parts.builder.device
-    if device.type == "cpu":
-        return
-    from titanlite.plan.memory import with_vocabulary
-    from titanlite.plan.start_rows import start_rows
-
-    planned = with_vocabulary(parts.run, parts.datasets.tokenizer.vocab_size)
-    yield from start_rows(planned, total_memory_bytes(device))
 
 
 def _data(run: RunConfig, train: Rows) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.callbacks import Callback
@@ -11,8 +13,9 @@ from titanlite.checkpoint.loaded import RESUME, LoadedState
 from titanlite.data.batch_hash import add_hashes, step_hash
 from titanlite.data.skip_ranges import Range
 from titanlite.dist.dist_env import gather_objects
+from titanlite.runs import ATTEMPTS
 from titanlite.runs.config_changes import config_changes
-from titanlite.utils import logger
+from titanlite.utils import append_line, logger
 
 if TYPE_CHECKING:
     from titanlite.trainer import Trainer
@@ -57,6 +60,12 @@ class VerifyResume(Callback):
             lead = "RESUME NOT VERIFIED"
         if trainer.parts.world.rank == 0:
             logger.log(level, f"{lead} at step {loaded.step}: {files}; {batch}")
+            verdict = {"event": "resume", "step": loaded.step, "verified": level == logging.INFO}
+            with contextlib.suppress(OSError):
+                append_line(
+                    Path(trainer.parts.run.job.dump_folder) / ATTEMPTS,
+                    {**verdict, "next_batch": before},
+                )
 
     def _allowed(self, loaded: LoadedState, trainer: Trainer) -> Iterator[str]:
         yield from loaded.changes

@@ -85,7 +85,7 @@ GONE = {
     "completion": "editors complete keys by train_configs/titanlite.schema.json (docs/config.md)",
     "run": "`titanlite train CONFIG` trains on all GPUs of this machine",
     "compare": "docs/runs.md has a script that puts runs side by side",
-    "drill": "its faults are played by the tests (tests/failures) and benchmarks/crash_soak.py",
+    "drill": "`titanlite prove CONFIG` kills and resumes runs of a tiny copy, and compares them",
     "evaluate": "`titanlite eval CHECKPOINT [CONFIG]` measures held-out text",
     "help": "`titanlite COMMAND --help` shows the help of a command",
     "data fetch": (
@@ -106,7 +106,7 @@ GONE = {
         "`titanlite export` writes Hugging Face and PEFT folders, and "
         "checkpoint.initial_load_path reads those and torchtitan's"
     ),
-    "verify-resume": "`titanlite checkpoint diff` compares two checkpoints tensor by tensor",
+    "verify-resume": "`titanlite prove CONFIG` compares a resumed run with an undisturbed one",
     "config diff": "`diff` compares what `titanlite config show` prints of each file",
     "config explain --changed": "`titanlite config show --changed` prints them",
     "config show --aws-fsdp": "docs/from-aws-fsdp.md has the key of each argument",

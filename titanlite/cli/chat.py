@@ -24,7 +24,8 @@ def hold_dialogue(loaded: LoadedModel, max_tokens: int, sampling: Sampling) -> N
     loaded.encode_chat([{"role": "user", "content": "?"}], "the dialogue")
     mark = ""
     if sys.stdin.isatty():
-        mark = "> "
+        # A file gets the answers alone.
+        mark = "> " if sys.stdout.isatty() else ""
         with suppress(ImportError):
             import readline  # noqa: F401  # keys that move the cursor
         say("Ctrl-D ends the dialogue, Ctrl-C an answer.")

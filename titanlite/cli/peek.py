@@ -53,10 +53,11 @@ def peek_bad_step(run: RunConfig, step: int, texts: int) -> str:
 
     path = Path(run.job.dump_folder) / FILE
     try:
-        found = [row for _, row, _ in json_lines(path) if row and row.get("step") == step]
+        rows = [row for _, row, _ in json_lines(path) if row and row.get("step") == step]
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}. The guard writes it at a bad step") from None
-    if not found or not found[-1].get("losses"):
+    found = [row for row in rows if row.get("losses")]
+    if not found:
         raise DataError(f"{path} has no losses of step {step}")
     row = found[-1]
     shown = [row["message"]]

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from titanlite.runs.goodput import goodput_of
+from titanlite.runs.prediction import Compared, compare
 from titanlite.runs.read import Run
 from titanlite.runs.text_tables import Table
 from titanlite.utils import human_time
@@ -47,6 +48,20 @@ def table(runs: Sequence[Run]) -> Table:
         ]
         rows.append(cells)
     return Table(columns, rows, left=(0, 1))
+
+
+def compare_run(run: Run) -> dict[str, Compared]:
+    """Return its newest figures beside those predicted. Memory is the peak of all rows."""
+    found: dict[str, Compared] = {}
+    for row in run.training[-1:]:
+        peak = max(one.get("memory_gib", 0.0) for one in run.training)
+        figures = {**row, "memory_gib": peak}
+        if row.get("seconds_per_step") and run.steps and run.steps > row["step"]:
+            figures["hours_left"] = (run.steps - row["step"]) * row["seconds_per_step"] / 3600
+        found = compare(run.predicted, figures, 0)
+    for row in run.validations[-1:]:
+        found |= compare(run.predicted, row, int(row["step"]))
+    return found
 
 
 def state_words(run: Run) -> str:

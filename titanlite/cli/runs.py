@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.cli.argument_parser import Commands, new_command
-from titanlite.cli.run_figures import NONE, last, number, state_words, table, to_json
+from titanlite.cli.run_figures import (
+    NONE,
+    compare_run,
+    last,
+    number,
+    state_words,
+    table,
+    to_json,
+)
 from titanlite.config.errors import bad_flag
 from titanlite.runs import ATTEMPTS
 from titanlite.runs.attempts import read_attempts
@@ -66,9 +74,12 @@ def list_runs(folders: Iterable[Path]) -> list[Run]:
 
 
 def runs_text(runs: Sequence[Run]) -> str:
-    """Return a table, the reasons of stops, and the parts that could not be read."""
+    """Return a table, the reasons of stops, what could not be read, and what was predicted."""
     notes = [f"{run.folder}: {state_words(run)}: {run.reason}" for run in runs if run.reason]
     notes += [problem for run in runs for problem in run.problems]
+    notes += [
+        f"{run.folder}: {one.text(name)}" for run in runs for name, one in compare_run(run).items()
+    ]
     return "\n".join([render(table(runs)), *(f"note: {escape_name(note)}" for note in notes)])
 
 
@@ -90,6 +101,8 @@ def _as_json(run: Run) -> dict[str, Any]:
         },
         "tokens_per_second": last(run, "total_tps"),
         "tokens_per_second_per_device": last(run, "tps"),
+        "predicted": run.predicted or None,
+        "compared": {name: one._asdict() for name, one in compare_run(run).items()},
         "started": run.started,
         "duration": run.duration,
         "attempts": len(run.attempts),

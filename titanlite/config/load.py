@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,13 @@ def read(argv: Sequence[str], defer: bool = False) -> tuple[LoadedConfig, list[P
         for path in (entry.value or [""]) if entry.name == "job.config_file" else ():
             found = find_config(path)
             if found is None:
-                known = [file.name for folder in config_folders() for file in folder.glob("*.toml")]
-                close = nearest(Path(path).name, known)
-                hint = f"nearest in train_configs/: {close[0]}" if close else ""
+                folder, name = os.path.split(path)
+                files = (file.name for one in config_folders() for file in one.glob("*.toml"))
+                known = {file: file for file in files}
+                for file in glob("*.toml", root_dir=folder or "."):
+                    known[file] = os.path.join(folder, file)
+                close = nearest(name, known)
+                hint = f"nearest: {known[close[0]]}" if close else ""
                 message = f"no file {quote(path)}"
                 missing = Problem("no-file", "job.config_file", message, hint, "command line")
                 problems.append(missing)

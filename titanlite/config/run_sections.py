@@ -134,7 +134,7 @@ class Debug(Section, frozen=True):
     """Reproducibility."""
 
     deterministic: bool = False
-    """Deterministic algorithms only; slower."""
+    """Deterministic algorithms only: a run repeats to the bit."""
     deterministic_warn_only: bool = False
     """With debug.deterministic: warn where an operation has no deterministic form, do not stop."""
 

@@ -164,13 +164,18 @@ def end(
     try:
         process.wait(grace)
     except BaseException as error:
-        if process.poll() is None:
-            for pid in [*_descendants(process.pid), process.pid]:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
-            process.wait()
+        kill(process)
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a command, if it still runs, and all that it started, at once."""
+    if process.poll() is None:
+        for pid in [*_descendants(process.pid), process.pid]:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
 
 
 def _descendants(pid: int) -> list[int]:

@@ -71,11 +71,6 @@ class Order(NamedTuple):
     mask_documents: bool
 
 
-def build_dataset(training: Training, data: Data, tokenizer: Tokenizer, vocab_size: int) -> Rows:
-    """Build the training sequences. Raises DataError for missing or damaged text."""
-    return TextReader(data, tokenizer, vocab_size).train(training)
-
-
 @dataclass(frozen=True)
 class TextReader:
     """Opens the text of a run.

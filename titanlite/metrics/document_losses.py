@@ -12,6 +12,7 @@ from titanlite.data.documents import documents_of
 from titanlite.data.rows import IGNORE
 from titanlite.dist.dist_env import gather_objects
 from titanlite.parallel.target_logs import TargetLogs, evaluating
+from titanlite.utils import logger
 
 if TYPE_CHECKING:
     from titanlite.assembly.build import TrainingComponents
@@ -22,12 +23,29 @@ _KEPT, _SHOWN = 100, 64
 
 
 def document_losses(parts: TrainingComponents, fetched: Fetched) -> list[dict[str, Any]]:
-    """Return a step's documents, the one without which its loss falls most first.
+    """Return a step's documents, the one without which its loss falls most first; none, and a
+    warning, where that fails.
 
     All ranks call it together.
     """
+    # An error in a collective ends the run: the other ranks wait there.
+    alone = parts.world.size == 1
+    found: Any
+    try:
+        logs = _target_logs(parts, fetched)
+        alone = True
+        found = _losses_on_rank(parts, fetched, logs)
+    except Exception as error:
+        if not alone:
+            raise
+        found = f"the losses of documents cannot be measured: {type(error).__name__}: {error}"
+    ranks = gather_objects(found)
+    failed = [one for one in ranks if isinstance(one, str)]
+    if failed:
+        logger.warning(failed[0])
+        return []
     documents: dict[tuple[str, str], dict[str, Any]] = {}
-    for one in chain.from_iterable(gather_objects(_losses_on_rank(parts, fetched))):
+    for one in chain.from_iterable(ranks):
         known = documents.setdefault((one["source"], one["name"]), one)
         if known is not one:
             known["loss"] += one["loss"]
@@ -49,12 +67,18 @@ def document_losses(parts: TrainingComponents, fetched: Fetched) -> list[dict[st
     return worst
 
 
-def _losses_on_rank(parts: TrainingComponents, fetched: Fetched) -> list[dict[str, Any]]:
+def _target_logs(parts: TrainingComponents, fetched: Fetched) -> list[torch.Tensor]:
     record = TargetLogs(parts.world.device)
     with evaluating(parts.model):
         for batch in fetched.batches:
             parts.train_step.runner.loss_sum(batch, record)
-    if not record.logs:
+    return record.logs
+
+
+def _losses_on_rank(
+    parts: TrainingComponents, fetched: Fetched, logs: list[torch.Tensor]
+) -> list[dict[str, Any]]:
+    if not logs:
         # A pipeline stage before the last.
         return []
     run, dataset = parts.run, parts.datasets.train
@@ -64,7 +88,7 @@ def _losses_on_rank(parts: TrainingComponents, fetched: Fetched) -> list[dict[st
     if run.features.context is not None:
         places = run.features.context.part(places, parts.mesh)
     figures = torch.zeros(2, len(labels), width, dtype=torch.float64, device=labels.device)
-    figures[0, :, places] = -torch.cat(record.logs).view_as(labels)
+    figures[0, :, places] = -torch.cat(logs).view_as(labels)
     figures[1, :, places] = (labels != IGNORE).double()
     rank, degree = parts.loaders.share
     sequences = fetched.sequences

@@ -68,7 +68,7 @@ class AttemptRecord(Callback):
         self._watch = watch
         #: Lines about the attempt before, for the start report.
         self.lines: list[str] = []
-        self._record: record.AttemptRecord | None = None
+        self.record: record.AttemptRecord | None = None
 
     def on_start(self, trainer: Trainer) -> None:
         world = trainer.parts.world
@@ -90,23 +90,23 @@ class AttemptRecord(Callback):
             resumed=loaded is not None and loaded.origin == "resume",
             source=loaded.folder if loaded is not None and loaded.origin == "from" else None,
         )
-        self._record, self.lines = record.begin(self._folder, start)
+        self.record, self.lines = record.begin(self._folder, start)
 
     def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
-        if self._record:
-            self._record.saved(step, self._tokens_at(trainer, step))
+        if self.record:
+            self.record.saved(step, self._tokens_at(trainer, step))
 
     def on_rollback(self, trainer: Trainer) -> None:
-        if self._record:
-            self._record.saved(
+        if self.record:
+            self.record.saved(
                 trainer.step, trainer.tokens_seen
             )  # what is kept, should the run end now
 
     def on_end(self, trainer: Trainer, end: RunEnd) -> None:
         """The first call counts: the watchdog may call it before the trainer does."""
-        if self._record:
+        if self.record:
             code = exit_codes.DONE if end.error is None else exit_codes.code_of(end.error)
-            self._record.end(
+            self.record.end(
                 end.state, end.step, self._tokens_at(trainer, end.step), code, end.reason
             )
 

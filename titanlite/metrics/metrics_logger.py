@@ -73,6 +73,8 @@ class MetricsLogger(Callback):
         #: It was warned of data that takes long.
         self._slow_data = False
         self._first_step = 1
+        #: 0: none is kept.
+        self.planned_tps = 0.0
 
     def on_start(self, trainer: Trainer) -> None:
         step, loaded = trainer.step, trainer.loaded
@@ -234,6 +236,8 @@ class MetricsLogger(Callback):
         """waits: for data, in percent of the time."""
         shown = {"step": step, "samples_per_second": reading.samples_per_second, **row}
         shown["waits_percent"] = waits
+        if self.planned_tps:
+            shown["plan_percent"] = 100 * row["tps"] / self.planned_tps
         if reading.seconds_left is not None:
             shown["seconds_left"] = reading.seconds_left
         if self._metrics.log_style == "titan":

@@ -11,7 +11,7 @@ from titanlite.utils import human_count, human_time
 SLOW_DATA = 5.0
 #: A row of metrics.jsonl with training figures. Beside them `samples_per_second` (over all
 #: devices), `seconds_left` (if known), and `waits_percent`. That is the share of the time in which
-#: the slowest rank waited for data.
+#: the slowest rank waited for data. `plan_percent` is `tps` over that of a kept plan.
 Figures = Mapping[str, float]
 
 
@@ -44,6 +44,8 @@ def titan_line(f: Figures) -> str:
         fields.append(f"left: {human_time(f['seconds_left'])}")
     if f["waits_percent"] > SLOW_DATA:
         fields.append(f"data: {f['waits_percent']:.0f}%")
+    if "plan_percent" in f:
+        fields.append(f"plan: {f['plan_percent']:.0f}%")
     return "  ".join(fields)
 
 

@@ -6,6 +6,7 @@ torch reports.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -311,6 +312,18 @@ def cluster_of(
     if total != ranks:
         raise _error("gpus", f"{total} GPUs, but the run has {ranks} ranks")
     return Cluster(kind, size, total // size, network, instance)
+
+
+def local_cluster(run: RunConfig, device_name: str, ranks: int) -> Cluster:
+    """Return machines like this one, or those of `launch.instance_type`. Raises ConfigError.
+
+    ranks: of this machine; more than 8 are several machines.
+    """
+    if run.launch.instance_type:
+        return cluster_of(run)
+    if ranks > DEFAULT_GPUS_PER_NODE:
+        ranks = math.gcd(ranks, DEFAULT_GPUS_PER_NODE)
+    return cluster_of(run, gpu=device_name, gpus_per_node=ranks)
 
 
 def _instance_name(run: RunConfig, gpu: str | None, instance: str | None) -> str:

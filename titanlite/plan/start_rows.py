@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from titanlite.plan.memory import NoFormula, estimate
+from titanlite.plan.memory import NoFormula, estimate, with_vocabulary
 from titanlite.plan.parts import GIB, needed_bytes
 from titanlite.run.config import RunConfig
 
 
-def start_rows(run: RunConfig, total: int) -> list[tuple[str, str]]:
+def start_rows(run: RunConfig, vocab_size: int, total: int) -> list[tuple[str, str]]:
     """Return the start report's row, none for a model without formulas. total: bytes of one GPU.
 
-    It raises nothing.
+    A CPU has no rows: most of a process's memory is not tensors. It raises nothing.
     """
     try:
-        planned = estimate(run, None)
+        planned = estimate(with_vocabulary(run, vocab_size))
     except NoFormula:
         return []
     except Exception as error:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator
 
-from titanlite.plan.hardware import DEFAULT_GPUS_PER_NODE, cluster_of
+from titanlite.plan.hardware import local_cluster
 from titanlite.plan.parts import FRAGMENTATION, GIB, PARTS, needed_bytes
 from titanlite.plan.plan import Plan, make_plan
 from titanlite.run.config import RunConfig
@@ -34,19 +33,15 @@ def print_plan(run: RunConfig, gpus_per_node: int) -> None:
     gpus_per_node: ranks here; more than 8 are several machines. Raises ConfigError.
     """
     note = ""
-    if run.launch.instance_type:
-        cluster = cluster_of(run)
-    else:
+    name = _WITHOUT_GPU
+    if not run.launch.instance_type:
         import torch
 
-        name = _WITHOUT_GPU
         if torch.cuda.is_available():
             name = torch.cuda.get_device_name()
         else:
             note = f"\nplanned for {name}, since this machine has no GPU"
-        if gpus_per_node > DEFAULT_GPUS_PER_NODE:
-            gpus_per_node = math.gcd(gpus_per_node, DEFAULT_GPUS_PER_NODE)
-        cluster = cluster_of(run, gpu=name, gpus_per_node=gpus_per_node)
+    cluster = local_cluster(run, name, gpus_per_node)
     color = wants_color(sys.stdout, run.metrics.enable_color_printing)
     text = plan_text(make_plan(run, cluster), Style(color))
     print(escape(text + note, colors=True), flush=True)

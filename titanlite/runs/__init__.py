@@ -1,12 +1,14 @@
 """The folder of a run. No torch here.
 
 `record` writes a line for each attempt and `attempts` reads them; `lock` keeps a second run out;
-`jsonl` writes metrics, `lines` reads them; `logs` has a file for each rank; `provenance` says where
-a run comes from; `read` is what commands see of it all.
+`jsonl` writes metrics, `lines` reads them; `logs` has a file for each rank; `prediction` is what
+was expected of a run; `provenance` says where it comes from; `read` is what commands see of it all.
 """
 
 #: A line for each start of a run and for each end, see `titanlite.runs.record`.
 ATTEMPTS = "attempts.jsonl"
+#: What was predicted of a run, see `titanlite.runs.prediction`.
+PREDICTION = "prediction.json"
 #: Folder of the export under way to the hub.
 HUB = ".hub"
 #: Folder of the last collectives, for a run that hangs.

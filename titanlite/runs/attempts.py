@@ -13,6 +13,7 @@ import msgspec
 from titanlite.runs import ATTEMPTS
 from titanlite.runs.jsonl import FILE as METRICS
 from titanlite.runs.lines import read_lines, tell
+from titanlite.runs.prediction import Prediction
 
 Attempt = Mapping[str, Any]
 
@@ -50,6 +51,7 @@ class _Entry(_Needed, total=False):
     git: dict[str, Any]
     versions: dict[str, Any]
     environment: dict[str, Any]
+    predicted: Prediction
 
 
 def read_entries(folder: Path, problems: list[str] | None = None) -> list[dict[str, Any]]:
@@ -60,7 +62,7 @@ def read_entries(folder: Path, problems: list[str] | None = None) -> list[dict[s
     found: list[dict[str, Any]] = []
     said: list[str] = []
     for entry in read_lines(folder / ATTEMPTS, problems):
-        if entry.get("event") not in ("start", "end"):
+        if entry.get("event") not in ("start", "predicted", "end"):
             continue
         try:
             msgspec.convert(entry, _Entry)
@@ -75,8 +77,9 @@ def read_attempts(folder: Path, problems: list[str] | None = None) -> Sequence[A
     """Return the attempts of a run, oldest first. Unreadable records count as missing.
 
     An attempt is its start entry and its end entry in one: "time" becomes "started" and "ended"
-    (seconds since 1970), the start's "step" "first_step". Without an end it has neither "ended" nor
-    "state"; "lost" is of the attempt before. problems: as for `read_lines`.
+    (seconds since 1970), the start's "step" "first_step". "predicted" is a `Prediction`. Without an
+    end it has neither "ended" nor "state"; "lost" is of the attempt before. problems: as for
+    `read_lines`.
     """
     found: dict[int, dict[str, Any]] = {}
     for entry in read_entries(folder, problems):
@@ -85,7 +88,9 @@ def read_attempts(folder: Path, problems: list[str] | None = None) -> Sequence[A
         if entry["event"] == "start":
             found[number] = {**entry, "started": time, "first_step": entry.get("step")}
         elif number in found:
-            found[number].update({**entry, "ended": time})
+            found[number].update(entry)
+            if entry["event"] == "end":
+                found[number]["ended"] = time
     attempts = list(found.values())
     # A later start with others renames the files of an attempt.
     names: dict[str, str] = {}

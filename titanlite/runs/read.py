@@ -27,6 +27,7 @@ from titanlite.runs.lock import (
     process_is_alive,
     read_lock,
 )
+from titanlite.runs.prediction import Prediction
 
 #: Levels of folders that `find_runs` searches.
 DEPTH = 4
@@ -88,6 +89,11 @@ class Run:
     @property
     def reason(self) -> str:
         return str(self.attempts[-1].get("reason", "")) if self.attempts else ""
+
+    @property
+    def predicted(self) -> Prediction:
+        """What the newest attempt has kept; {}: nothing."""
+        return self.attempts[-1].get("predicted", {}) if self.attempts else {}
 
     @property
     def training(self) -> list[Row]:

@@ -10,6 +10,8 @@
      "SIGTERM on every rank",
      "step": 97, "saved_step": 97, "lost_steps": 0, "lost_tokens": 0}
 
+Between them, `titanlite.checkpoint.verify_resume` adds a line with the event "resume".
+
 A killed attempt has no end, or one without state and step, by the launcher. The next start records
 its loss, and the time of its last row, under `lost`, as far as metrics.jsonl tells. Beside it lie
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,9 +101,7 @@ def rotation(model: Any) -> None:
         (lambda model: None, "", ""),
     ],
 )
-def test_the_first_tensor_of_a_fault_is_named(
-    fault: Callable[[Any], None], kind: str, name: str, folder: Path, tmp_path: Path
-) -> None:
+def test_the_first_tensor_of_a_fault_is_named(fault, kind, name, folder, tmp_path):
     model = read_model(folder, SPEC, ARGS)
     fault(model)
     assert first_difference(folder, model, tmp_path) == (kind, name)
@@ -117,9 +114,7 @@ def parity(*words: str) -> int:
     return main(["parity", *FLAGS, *words])
 
 
-def test_the_command_compares_a_small_model_and_counts_what_is_equal(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_compares_a_small_model_and_counts_what_is_equal(capsys):
     assert parity() == 0
     said = capsys.readouterr().out
     assert re.match(r"llama3 in titanlite and transformers \S+, \[2, 64\] tokens, float32:\n", said)
@@ -130,9 +125,7 @@ def test_the_command_compares_a_small_model_and_counts_what_is_equal(
     assert said.endswith("equal: no difference above 1e-05 of the largest value\n")
 
 
-def test_weights_of_a_folder_and_a_config_that_computes_something_else(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_of_a_folder_and_a_config_that_computes_something_else(folder, capsys):
     shape = [f"--model.hf_config={folder}", "--model.flavor=from_folder"]
     words = ["parity", "debug_model.toml", *shape, f"--weights={folder}"]
     assert main(words) == 0
@@ -153,16 +146,12 @@ def test_weights_of_a_folder_and_a_config_that_computes_something_else(
         (("--model.overrides.tied=true",), "another form"),
     ],
 )
-def test_what_torchtitan_cannot_do_is_refused(
-    flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_torchtitan_cannot_do_is_refused(flags, said, capsys):
     assert parity("--torchtitan=/bin/false", *flags) == 2
     assert said in capsys.readouterr().err
 
 
-def test_weights_of_another_shape_are_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_of_another_shape_are_refused(folder, capsys):
     assert parity(f"--weights={folder}") == 4
     said = capsys.readouterr().err
     assert f"{folder} does not fit the config: " in said
@@ -176,7 +165,7 @@ TORCHTITAN = os.environ.get("TITANLITE_TORCHTITAN_PYTHON", "")
 @pytest.mark.slow
 @pytest.mark.skipif(not TORCHTITAN, reason="TITANLITE_TORCHTITAN_PYTHON names no environment")
 @pytest.mark.parametrize("scaling", ["none", "8"])
-def test_torchtitan_computes_the_same(scaling: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torchtitan_computes_the_same(scaling, capsys):
     assert parity(f"--torchtitan={TORCHTITAN}", f"--model.rope_scaling={scaling}") == 0
     said = capsys.readouterr().out
     assert re.match(r"llama3 in titanlite and torchtitan 0\.2\.2, ", said)

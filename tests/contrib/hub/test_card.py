@@ -21,7 +21,7 @@ from titanlite.runs.read import Run
 PLACE = ("ada/tiny", "main")
 
 
-def test_weights_that_a_run_exported_to_a_store_are_fetched(tmp_path: Path) -> None:
+def test_weights_that_a_run_exported_to_a_store_are_fetched(tmp_path):
     folder = StorePath(f"memory://{uuid.uuid4().hex}/step-8-hf")
     files = {"config.json": b"{}", "model.safetensors": b"weights"}
     for name, data in files.items():
@@ -30,7 +30,7 @@ def test_weights_that_a_run_exported_to_a_store_are_fetched(tmp_path: Path) -> N
     assert {path.name: path.read_bytes() for path in found.iterdir()} == files
 
 
-def test_a_config_for_everybody_has_no_secret_no_private_path_and_no_job() -> None:
+def test_a_config_for_everybody_has_no_secret_no_private_path_and_no_job():
     toml = """[job]
 dump_folder = "/home/ada/secret-project/run"  # /home/ada/mine.toml:3
 description = "a run"  # /home/ada/mine.toml:4
@@ -72,7 +72,7 @@ hub = "lab/tiny"
         "C:/Users/ada/x.jsonl",
     ],
 )
-def test_private_folders_are_left_out_however_they_are_written(path: str) -> None:
+def test_private_folders_are_left_out_however_they_are_written(path):
     written = quote(path)
     toml = f'[training]\ndataset_path = {written}  # /home/ada/o\'brien "x".toml:3\nsteps = 8\n'
     toml += f"[model.overrides]\n{written} = [{written}, 'a # b', {{path = {written}}}]\n"
@@ -85,7 +85,7 @@ def test_private_folders_are_left_out_however_they_are_written(path: str) -> Non
     assert values["model"]["overrides"] == {"…/x.jsonl": expected}
 
 
-def test_public_places_and_other_texts_stay() -> None:
+def test_public_places_and_other_texts_stay():
     texts = ["hf://datasets/me/web", "https://host/c.jsonl", "data/x", "50% / 50%", "a#b", ""]
     shown = shown_config(f"[x]\ny = {quote(texts)}")
     assert loads(shown) == {"x": {"y": texts}}
@@ -95,7 +95,7 @@ def _weights(rows: tuple[dict[str, float], ...] = ()) -> Weights:
     return Weights(Path("/nowhere/step-5"), MANIFEST, Run(Path("/nowhere"), rows=rows))
 
 
-def test_the_card_has_the_figures_of_its_step_and_data_that_the_hub_reads(tmp_path: Path) -> None:
+def test_the_card_has_the_figures_of_its_step_and_data_that_the_hub_reads(tmp_path):
     rows = (
         {"step": 5, "loss": 2.0, "tokens_seen": 1234, "validation_loss": 2.25},
         {"step": 5, "eval/quiz/acc": 0.625, "eval/a/b/f1": 0.5},
@@ -118,9 +118,7 @@ def test_the_card_has_the_figures_of_its_step_and_data_that_the_hub_reads(tmp_pa
     assert body.rstrip().endswith(MARK)
 
 
-def test_adapters_tell_the_id_of_their_base_and_not_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_tell_the_id_of_their_base_and_not_its_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine" / "llama").mkdir(parents=True)
     bases = {"/home/ada/llama": "llama", "mine/llama": "llama", "meta/llama": "meta/llama"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.golden_run import MORE, STEPS, GoldenRun
+from tests.support.golden_run import MORE, STEPS
 from tests.support.hub_server import HubServer
 from tests.support.processes import titanlite
 from tests.support.pushes import ADA, leaks, make_hub, push, uploads_of
@@ -41,9 +41,7 @@ def _exported(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_hub_holds_the_export_byte_for_byte(
-    golden: GoldenRun, hub: HubServer, home: Path
-) -> None:
+def test_the_hub_holds_the_export_byte_for_byte(golden, hub, home):
     run = golden.copy(home / "run")
     export = home / "export"
     step = run / "checkpoint" / f"step-{MORE}"
@@ -71,9 +69,7 @@ def test_the_hub_holds_the_export_byte_for_byte(
     assert not any(b"planted" in content for content in branch.values())
 
 
-def test_older_weights_go_and_the_words_of_people_stay(
-    hub: HubServer, home: Path, tmp_path: Path
-) -> None:
+def test_older_weights_go_and_the_words_of_people_stay(hub, home, tmp_path):
     uploads = uploads_of(hub)
     uploads.make("ada/tiny")
     theirs = {
@@ -113,8 +109,8 @@ def test_older_weights_go_and_the_words_of_people_stay(
     ],
 )
 def test_the_first_contact_says_what_is_missing(  # noqa: PLR0913
-    hub: HubServer, home: Path, tmp_path: Path, token: str, more: dict[str, str], says: str
-) -> None:
+    hub, home, tmp_path, token, more, says
+):
     uploads_of(hub).make("ada/tiny")
     export = _exported(tmp_path / "export")
     said = push(hub, home, export, "ada/tiny", token=token, code=exit_codes.CONFIG, **more).stderr
@@ -132,9 +128,7 @@ def _refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return capsys.readouterr().err
 
 
-def test_words_without_sense_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_words_without_sense_are_refused(tmp_path, capsys):
     export = _exported(tmp_path / "export")
     assert "expected OWNER/NAME, got 'tiny'" in _refused(capsys, export, "tiny")
     said = _refused(capsys, export, "ada/tiny", "--dtype", "float16")
@@ -144,9 +138,7 @@ def test_words_without_sense_are_refused(
 @pytest.mark.parametrize(
     "name", ["checkpoint", f"checkpoint/step-{STEPS}/manifest.json", ".hub", "LICENSE"]
 )
-def test_nothing_is_uploaded_or_emptied_through_a_link(
-    golden: GoldenRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_nothing_is_uploaded_or_emptied_through_a_link(golden, tmp_path, capsys, name):
     """A foreign folder could hold links to files that nobody meant to upload, or to lose."""
     run = golden.copy(tmp_path / "run", newest=STEPS)
     private = golden.copy(tmp_path / "private", newest=STEPS)

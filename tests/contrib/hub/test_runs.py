@@ -52,9 +52,7 @@ def _is_safe(folder: Path, said: str) -> bool:
 
 
 @pytest.mark.slow
-def test_each_checkpoint_goes_to_its_branch_and_the_last_one_to_main(
-    hub: HubServer, tmp_path: Path
-) -> None:
+def test_each_checkpoint_goes_to_its_branch_and_the_last_one_to_main(hub, tmp_path):
     run = tmp_path / "run"
     more = ["--checkpoint.hub_dtype=bfloat16", "--checkpoint.async_mode=async"]
     more += ["--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
@@ -83,9 +81,7 @@ def test_each_checkpoint_goes_to_its_branch_and_the_last_one_to_main(
 
 
 @pytest.mark.slow
-def test_failed_uploads_change_no_loss_and_their_commands_are_told(
-    hub: HubServer, tmp_path: Path, plain: Path
-) -> None:
+def test_failed_uploads_change_no_loss_and_their_commands_are_told(hub, tmp_path, plain):
     run = tmp_path / "run"
     hub.fail("/api/models/*/commit/*", method="POST", status=403, times=None)
     codes, said = train(flags(run, INTERVAL, HUB), 1, tmp_path / "console")
@@ -99,7 +95,7 @@ def test_failed_uploads_change_no_loss_and_their_commands_are_told(
 
 
 @pytest.mark.slow
-def test_a_stop_ends_the_upload_and_tells_its_command(hub: HubServer, tmp_path: Path) -> None:
+def test_a_stop_ends_the_upload_and_tells_its_command(hub, tmp_path):
     run = tmp_path / "run"
     more = [HUB, "--checkpoint.interval=2", "--training.steps=4000", "--checkpoint.hub_every=2"]
     hub.fail("/api/models/*/commit/*", method="POST", stall=600, times=1)
@@ -122,9 +118,7 @@ def _refused(folder: Path, *more: str, code: int = exit_codes.CONFIG) -> str:
     return said
 
 
-def test_what_cannot_be_uploaded_is_refused_before_the_first_step(
-    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_uploaded_is_refused_before_the_first_step(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_planted_bob")
     said = _refused(tmp_path, HUB)
     assert "checkpoint.hub: ada/tiny takes no upload of the owner of this token" in said
@@ -137,7 +131,7 @@ def _problems(*words: str) -> str:
     return str(refused.value)
 
 
-def test_wrong_names_and_keys_that_are_gone_are_refused() -> None:
+def test_wrong_names_and_keys_that_are_gone_are_refused():
     assert 'OWNER/NAME, as "ada/tiny-llama"' in _problems("--checkpoint.hub=tiny")
     assert "`titanlite push RUN OWNER/NAME --ema`" in _problems("--checkpoint.hub_ema")
 
@@ -152,16 +146,14 @@ def _saved(hub: HubUploads, steps: int, *saved: int) -> list[list[str]]:
     return [words[5::2] for words in pushed]
 
 
-def test_milestones_multiples_and_the_last_step_go_up(tmp_path: Path) -> None:
+def test_milestones_multiples_and_the_last_step_go_up(tmp_path):
     section = Checkpoint(enable_checkpoint=True, hub="ada/tiny", hub_every=3, milestones=(4,))
     hub = HubUploads(section, tmp_path, "llama3")
     wanted = [["step-3"], ["step-4"], ["step-6"], ["step-7", "main"]]
     assert _saved(hub, 7, 1, 3, 4, 5, 6, 7) == wanted
 
 
-def test_the_wait_at_the_end_is_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_wait_at_the_end_is_bounded(tmp_path, monkeypatch, caplog):
     hub = HubUploads(Checkpoint(enable_checkpoint=True, hub="ada/tiny"), tmp_path, "llama3")
     # In place of `nice -n 19 python -m titanlite push …`.
     stalled = tmp_path / "stalled"

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -76,9 +75,7 @@ def has_rows(folder: Path, count: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_member_that_fails_or_diverges_does_not_end_the_others(
-    sweep: tuple[Path, list[MemberResult]],
-) -> None:
+def test_a_member_that_fails_or_diverges_does_not_end_the_others(sweep):
     _, results = sweep
     assert [one.name for one in results] == ["broken", "small", "huge", "large"]
     assert [one.state for one in results] == ["failed", "done", "diverged", "done"]
@@ -90,9 +87,7 @@ def test_a_member_that_fails_or_diverges_does_not_end_the_others(
 
 
 @pytest.mark.slow
-def test_a_second_call_runs_only_what_failed(
-    sweep: tuple[Path, list[MemberResult]],
-) -> None:
+def test_a_second_call_runs_only_what_failed(sweep):
     folder, first = sweep
     names = ("small", "large", "huge")
     before = {name: attempts(folder / name) for name in names}
@@ -103,9 +98,7 @@ def test_a_second_call_runs_only_what_failed(
 
 
 @pytest.mark.slow
-def test_after_ctrl_c_and_a_kill_the_same_call_goes_on_where_it_was(
-    sweep: tuple[Path, list[MemberResult]], tmp_path: Path
-) -> None:
+def test_after_ctrl_c_and_a_kill_the_same_call_goes_on_where_it_was(sweep, tmp_path):
     whole, _ = sweep
     process = started(tmp_path)
     until(lambda: has_rows(tmp_path / "small", 4))
@@ -136,9 +129,7 @@ def test_after_ctrl_c_and_a_kill_the_same_call_goes_on_where_it_was(
         assert rows(tmp_path / name) == rows(whole / name)
 
 
-def test_a_folder_of_another_config_is_refused_and_one_of_an_older_version_is_not(
-    tmp_path: Path,
-) -> None:
+def test_a_folder_of_another_config_is_refused_and_one_of_an_older_version_is_not(tmp_path):
     config, _ = check_config(SMALL.arguments(CONFIG, tmp_path), 1)
     kept = tmp_path / "small" / "config.toml"
     kept.parent.mkdir()
@@ -154,7 +145,7 @@ def test_a_folder_of_another_config_is_refused_and_one_of_an_older_version_is_no
     assert "norm_eps: " in str(error.value)
 
 
-def test_other_ranks_are_a_change_where_the_batch_follows_from_them(tmp_path: Path) -> None:
+def test_other_ranks_are_a_change_where_the_batch_follows_from_them(tmp_path):
     config, _ = check_config(SMALL.arguments(CONFIG, tmp_path), 1)
     own = tmp_path / "small"
     own.mkdir()
@@ -165,18 +156,16 @@ def test_other_ranks_are_a_change_where_the_batch_follows_from_them(tmp_path: Pa
 
 
 @pytest.mark.parametrize("flag", ["--checkpoint.folder=../together", "--checkpoint.hub=ada/tiny"])
-def test_a_place_that_all_runs_would_share_is_refused(flag: str, tmp_path: Path) -> None:
+def test_a_place_that_all_runs_would_share_is_refused(flag, tmp_path):
     with pytest.raises(MemberError, match="all runs would share"):
         run_members([SMALL, LARGE], [*CONFIG, flag], tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
-def test_two_ranks_run_by_torchrun_and_ids_of_trackers_are_no_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_run_by_torchrun_and_ids_of_trackers_are_no_runs(tmp_path, monkeypatch):
     calls = []
 
-    def run(command: list[str], console: Path, **more: Any) -> int:
+    def run(command, console, **more):
         calls.append((command, more["environment"]))
         console.write_text("it broke\n")
         return 1

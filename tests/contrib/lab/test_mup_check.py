@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from titanlite.contrib.lab.mup.command import measure
 from titanlite.contrib.lab.mup.coordinates import Task
 from titanlite.contrib.lab.mup.models import Models, models_of
 from titanlite.contrib.lab.mup.verdict import LIMIT, Line, verdict
-from titanlite.features.mup.rules import Factors, Rules
+from titanlite.features.mup.rules import Rules
 from titanlite.models import SPECS
 
 WIDTHS = (64, 128, 256)
@@ -54,9 +53,7 @@ def slopes(lines: list[Line], mup: bool) -> dict[str, float]:
         pytest.param("gpt_oss", "AdamW", Mup(), {}, marks=pytest.mark.slow),
     ],
 )
-def test_changes_do_not_depend_on_the_width_and_do_without(
-    family: str, optimizer: str, mup: Mup, changes: dict[str, Any]
-) -> None:
+def test_changes_do_not_depend_on_the_width_and_do_without(family, optimizer, mup, changes):
     lines = lines_of(family, optimizer, models(family, mup, **changes))
     flat = slopes(lines, mup=True)
     assert max(map(abs, flat.values())) < LIMIT, flat
@@ -70,10 +67,10 @@ def test_changes_do_not_depend_on_the_width_and_do_without(
 
 
 @pytest.mark.slow
-def test_a_wrong_rate_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_rate_is_found(monkeypatch):
     right = Rules.factors
 
-    def wrong(self: Rules, name: str, muon: bool = False) -> Factors:
+    def wrong(self, name, muon=False):
         found = right(self, name, muon)
         return found if found.rate == 1 else found._replace(rate=found.rate**0.5)
 
@@ -84,13 +81,13 @@ def test_a_wrong_rate_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slopes(lines, mup=True)["feed-forward"] > LIMIT
 
 
-def test_a_check_that_sees_nothing_says_so() -> None:
+def test_a_check_that_sees_nothing_says_so():
     lines = [Line("logits", mup, WIDTHS, [1.0, 1.0, 1.0]) for mup in (True, False)]
     good, told = verdict(lines)
     assert good and "raise optimizer.lr" in told[1]
 
 
-def test_models_differ_in_width_alone() -> None:
+def test_models_differ_in_width_alone():
     found = models("llama3", Mup(64, {"n_heads": 4, "n_layers": 1}), n_heads=4, ffn_dim=512)
     assert {width: (one.n_heads, one.ffn_dim) for width, one in found.of.items()} == {
         64: (4, 128),
@@ -109,9 +106,7 @@ CHECK = ["mup", "check", "debug_model.toml", "--widths", "64,128", "--model.over
 
 
 @pytest.mark.slow
-def test_the_command_prints_slopes_and_ends_by_the_verdict(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_slopes_and_ends_by_the_verdict(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(CHECK) == 0
     shown = capsys.readouterr().out
@@ -132,8 +127,6 @@ def test_the_command_prints_slopes_and_ends_by_the_verdict(
         (["--mup.base_dim=24"], "no whole number at dim = 24"),
     ],
 )
-def test_what_the_command_refuses(
-    words: list[str], shown: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_command_refuses(words, shown, capsys):
     assert main(["mup", "check", "debug_model.toml", *words]) == 2
     assert shown in capsys.readouterr().err

@@ -58,7 +58,7 @@ def run(folder: Path, *command: str, **variables: str) -> subprocess.CompletedPr
     return done
 
 
-def test_optuna_minimizes_the_validation_loss(folder: Path) -> None:
+def test_optuna_minimizes_the_validation_loss(folder):
     """A stand-in for Optuna, whose study tries the ends of a range."""
     (folder / "optuna.py").write_text(
         """
@@ -87,9 +87,7 @@ create_study = Study
     assert done.stdout.splitlines()[-1] == "{'lr': 0.0001} 0.0001"
 
 
-def test_an_agent_of_wandb_starts_a_run_of_its_own_folder(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_of_wandb_starts_a_run_of_its_own_folder(folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("WANDB_RUN_ID", "abc")
     text = (folder / "rates.toml").read_text()
@@ -104,9 +102,7 @@ def test_an_agent_of_wandb_starts_a_run_of_its_own_folder(
     assert (found.optimizer.lr, found.job.dump_folder) == (0.003, "outputs/abc")
 
 
-def test_a_task_of_the_array_trains_in_a_folder_of_a_sweep(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_task_of_the_array_trains_in_a_folder_of_a_sweep(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     run(folder, "bash", "-euc", blocks("bash")[0], SLURM_ARRAY_TASK_ID="2")
     assert main(["sweep", "rates.toml", "--folder", "outputs/rates-sweep", "--dry-run"]) == 0
@@ -114,9 +110,7 @@ def test_a_task_of_the_array_trains_in_a_folder_of_a_sweep(
     assert f"{made.relative_to(folder)}\n" in capsys.readouterr().out
 
 
-def test_the_loop_writes_a_job_for_each_rate(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_loop_writes_a_job_for_each_rate(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     run(folder, "bash", "-euc", blocks("bash")[1])
     words = [json.loads(line) for line in (folder / "words").read_text().splitlines()]

@@ -64,7 +64,7 @@ def result(name: str, loss: float | None, state: str = "done") -> MemberResult:
     return MemberResult(name, state, 8, loss, reason)
 
 
-def test_lists_are_a_grid_and_points_change_keys_together(tmp_path: Path) -> None:
+def test_lists_are_a_grid_and_points_change_keys_together(tmp_path):
     table = 'optimizer.lr = [1e-3, 1e-2]\n"training.seed" = [0, 1]\n'
     found = points(table, tmp_path)
     assert [tuple(point.values()) for point in found] == [
@@ -86,7 +86,7 @@ def test_lists_are_a_grid_and_points_change_keys_together(tmp_path: Path) -> Non
     ]
 
 
-def test_names_are_folders_that_differ_and_hide_secrets(tmp_path: Path) -> None:
+def test_names_are_folders_that_differ_and_hide_secrets(tmp_path):
     urls = [f"https://ada:{word}@example.org/text" for word in ("hunter2", "hunter3")]
     table = f'"training.dataset_path" = {json.dumps([*urls, "x" * 300, "../up"])}\n'
     names = [member.name for member in members_of(points(table, tmp_path))]
@@ -108,7 +108,7 @@ def test_names_are_folders_that_differ_and_hide_secrets(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_wrong_in_the_table_is_refused(table: str, wanted: str, tmp_path: Path) -> None:
+def test_what_is_wrong_in_the_table_is_refused(table, wanted, tmp_path):
     with pytest.raises(ConfigError, match=wanted):
         points(table, tmp_path)
 
@@ -127,13 +127,8 @@ def test_what_is_wrong_in_the_table_is_refused(table: str, wanted: str, tmp_path
     ],
 )
 def test_points_that_cannot_run_are_told_before_anything_is_written(
-    table: str,
-    words: list[str],
-    wanted: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    table, words, wanted, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.toml").write_text(HEAD + table)
     assert main(["sweep", "tiny.toml", *words]) == exit_codes.CONFIG
@@ -141,9 +136,7 @@ def test_points_that_cannot_run_are_told_before_anything_is_written(
     assert os.listdir(tmp_path) == ["tiny.toml"]
 
 
-def test_a_dry_run_and_a_second_sweep_in_a_folder_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_and_a_second_sweep_in_a_folder_change_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.toml").write_text(HEAD + RATES)
     assert main(["sweep", "tiny.toml", "--dry-run"]) == exit_codes.DONE
@@ -157,7 +150,7 @@ def test_a_dry_run_and_a_second_sweep_in_a_folder_change_nothing(
     assert "give this run another --folder" in capsys.readouterr().err
 
 
-def test_the_table_has_the_lowest_loss_first_and_a_failure_is_an_error(tmp_path: Path) -> None:
+def test_the_table_has_the_lowest_loss_first_and_a_failure_is_an_error(tmp_path):
     found = [{"lr": rate} for rate in (0.001, 0.01, 0.1)]
     results = [result("a", 3.5), result("b", 2.25), result("c", 1.0, "failed")]
     text, code = report(found, results, tmp_path)
@@ -172,7 +165,7 @@ def test_the_table_has_the_lowest_loss_first_and_a_failure_is_an_error(tmp_path:
     assert report(found, [*results[:2], diverged], tmp_path)[1] == exit_codes.DONE
 
 
-def test_the_results_of_a_sweep_hide_secrets(tmp_path: Path) -> None:
+def test_the_results_of_a_sweep_hide_secrets(tmp_path):
     url = "https://ada:hunter2@example.org/text"
     report([{"dataset_path": url, "lr": 0.1}], [result("a", 3.5)], tmp_path)
     text = (tmp_path / "results.json").read_text()
@@ -180,7 +173,7 @@ def test_the_results_of_a_sweep_hide_secrets(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_trains_each_point_and_names_the_best(tmp_path: Path) -> None:
+def test_a_sweep_trains_each_point_and_names_the_best(tmp_path):
     folder = tmp_path
     (folder / "tiny.toml").write_text(HEAD + RATES.replace(", 1e9", ""))
     done = titanlite("sweep", "tiny.toml", cwd=folder)

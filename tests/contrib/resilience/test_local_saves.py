@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -106,17 +106,27 @@ def part_of(folder: Path, node: int, rank: int, step: int) -> Path:
     return path
 
 
-def test_a_run_goes_on_from_a_local_save_bit_for_bit(pool: Pools, tmp_path: Path) -> None:
+@pytest.fixture
+def two(pool: Pools, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Train on two ranks, each a node of its own, to a step, from the save of an earlier one."""
+
+    def train(last: int, start: int = 0, nodes: Sequence[int] = (0, 1), **fields: Any) -> Any:
+        return pool(2).run(train_both, RUN, tmp_path, last, nodes, start, **fields)
+
+    return train
+
+
+def test_a_run_goes_on_from_a_local_save_bit_for_bit(two, pool, tmp_path):
     fields = {"async_mode": "async"}
-    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], **fields)
-    found = pool(2).run(train_both, RUN, tmp_path, 10, [0, 1], 7, **fields)
+    two(7, **fields)
+    found = two(10, 7, **fields)
     same_end(found, straight(pool, RUN, tmp_path, 2, 10))
     notice = "the local save of step 7 is taken: the newest shared checkpoint is of step 4"
     assert notice in found[0]["notices"]
 
 
-def test_a_part_is_a_safetensors_file_of_what_the_rank_holds(pool: Pools, tmp_path: Path) -> None:
-    found = pool(2).run(train_both, RUN, tmp_path, 3, [0, 1])[0]["tensors"]
+def test_a_part_is_a_safetensors_file_of_what_the_rank_holds(two, tmp_path):
+    found = two(3)[0]["tensors"]
     parts = [load_file(part_of(tmp_path, rank, rank, 3)) for rank in (0, 1)]
     for name, whole in found.items():
         if name.endswith(".weight"):
@@ -127,10 +137,8 @@ def test_a_part_is_a_safetensors_file_of_what_the_rank_holds(pool: Pools, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", ["node", "bit"])
-def test_without_a_part_of_a_rank_an_older_save_is_taken(
-    pool: Pools, tmp_path: Path, lost: str
-) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
+def test_without_a_part_of_a_rank_an_older_save_is_taken(two, pool, tmp_path, lost):
+    two(7)
     part = part_of(tmp_path, 1, 1, 7)
     step = 6
     if lost == "node":
@@ -138,7 +146,7 @@ def test_without_a_part_of_a_rank_an_older_save_is_taken(
         step = 4
     else:
         flip(part)
-    found = pool(2).run(train_both, RUN, tmp_path, 10, [0, 1], step)
+    found = two(10, step)
     same_end(found, straight(pool, RUN, tmp_path, 2, 10))
     passed = [line for line in found[0]["notices"] if "passed over: the local save" in line]
     assert "step 7: no node has the part of rank 1, nor a replica's" in passed[0]
@@ -150,7 +158,7 @@ HSDP = Run(RUN.tokens, RUN.labels, RUN.rates, replicas=2)
 
 
 @pytest.mark.slow
-def test_a_lost_node_gets_its_part_from_a_replica(pool: Pools, tmp_path: Path) -> None:
+def test_a_lost_node_gets_its_part_from_a_replica(pool, tmp_path):
     nodes = [0, 0, 1, 1]
     pool(4).run(train_both, HSDP, tmp_path, 7, nodes)
     shutil.rmtree(tmp_path / "node-0")
@@ -163,17 +171,17 @@ def test_a_lost_node_gets_its_part_from_a_replica(pool: Pools, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_ranks_that_changed_their_nodes_get_their_own_parts(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
-    found = pool(2).run(train_both, RUN, tmp_path, 10, [1, 0], 7)
+def test_ranks_that_changed_their_nodes_get_their_own_parts(two, pool, tmp_path):
+    two(7)
+    found = two(10, 7, [1, 0])
     same_end(found, straight(pool, RUN, tmp_path, 2, 10))
 
 
 @pytest.mark.slow
-def test_an_older_step_by_load_step_drops_newer_local_saves(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
-    pool(2).run(train_both, RUN, tmp_path, 4, [0, 1], 4, load_step=4)
-    pool(2).run(train_both, RUN, tmp_path, 5, [0, 1], 4)
+def test_an_older_step_by_load_step_drops_newer_local_saves(two):
+    two(7)
+    two(4, 4, load_step=4)
+    two(5, 4)
 
 
 @pytest.mark.slow
@@ -185,39 +193,37 @@ def test_an_older_step_by_load_step_drops_newer_local_saves(pool: Pools, tmp_pat
     ],
     ids=["ranks", "degrees"],
 )
-def test_other_ranks_or_degrees_take_the_shared_checkpoint(
-    pool: Pools, tmp_path: Path, run: Run, nodes: list[int], reason: str
-) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
+def test_other_ranks_or_degrees_take_the_shared_checkpoint(two, pool, tmp_path, run, nodes, reason):
+    two(7)
     found = pool(len(nodes)).run(train_both, run, tmp_path, 7, nodes, 4)[0]
     assert any(reason in line for line in found["notices"])
 
 
 @pytest.mark.slow
-def test_runs_in_one_local_folder_do_not_mix(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 3, [0, 1])
+def test_runs_in_one_local_folder_do_not_mix(two, pool, tmp_path):
+    two(3)
     shutil.copytree(tmp_path / "shared", tmp_path / "copy" / "shared")
     for node in ("node-0", "node-1"):
         (tmp_path / "copy" / node).symlink_to(tmp_path / node)
     pool(2).run(train_both, RUN, tmp_path / "copy", 1, [0, 1], 0)
 
 
-def test_a_fresh_start_is_refused_beside_local_saves(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 3, [0, 1])
+def test_a_fresh_start_is_refused_beside_local_saves(two, pool, tmp_path):
+    two(3)
     text = pool(2).run(refused, RUN, tmp_path, 4, [0, 1], start="fresh")[0]
     assert f'checkpoint.start = "fresh", but {tmp_path}/node-0/run-' in text
 
 
 @pytest.mark.slow
-def test_without_any_usable_save_the_run_begins_anew(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 3, [0, 1])
+def test_without_any_usable_save_the_run_begins_anew(two, pool, tmp_path):
+    two(3)
     shutil.rmtree(tmp_path / "node-1")
-    pool(2).run(train_both, RUN, tmp_path, 2, [0, 1], 0)
+    two(2)
     text = pool(2).run(refused, RUN, tmp_path / "new", 2, [0, 1], start="resume")[0]
     assert "has no valid checkpoint" in text
 
 
-def test_a_folder_that_cannot_be_made_is_told_at_the_start(pool: Pools, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_told_at_the_start(pool, tmp_path):
     (tmp_path / "node-1").write_text("a file")
     text = pool(2).run(refused, RUN, tmp_path, 1, [0, 1])[0]
     assert "rank 1: checkpoint.local_folder:" in text
@@ -225,19 +231,23 @@ def test_a_folder_that_cannot_be_made_is_told_at_the_start(pool: Pools, tmp_path
 
 
 @pytest.mark.slow
-def test_a_rollback_takes_the_newest_save_that_is_not_suspect(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
+def test_a_rollback_takes_the_newest_save_that_is_not_suspect(two, pool, tmp_path):
+    two(7)
     assert pool(2).run(_go_back, RUN, tmp_path, {7: "it is suspect"}) == [6, 6]
     assert not parts_of(tmp_path, 1, 1, 7)
     assert (tmp_path / "shared" / "step-4").is_dir()
-    pool(2).run(train_both, RUN, tmp_path, 6, [0, 1], 6)
+    two(6, 6)
 
 
-def _go_back(world: DistEnv, run: Run, folder: Path, suspects: dict[int, str]) -> int:
+def _saver(world: DistEnv, run: Run, folder: Path) -> tuple[Any, Any, TieredCheckpointer]:
     model, optimizer, _ = stepper(world, run, loss_function=run.builder(world).loss())
     local = folder / f"node-{world.rank}"
     section = options(folder / "shared", local_folder=str(local), local_interval=1)
-    saver = TieredCheckpointer(section, world, PRINTS)
+    return model, optimizer, TieredCheckpointer(section, world, PRINTS)
+
+
+def _go_back(world: DistEnv, run: Run, folder: Path, suspects: dict[int, str]) -> int:
+    model, optimizer, saver = _saver(world, run, folder)
     try:
         saver.load(model, optimizer)
         return saver.load_newest(model, optimizer, lambda step: suspects.get(step, "")).step
@@ -245,13 +255,13 @@ def _go_back(world: DistEnv, run: Run, folder: Path, suspects: dict[int, str]) -
         saver.close()
 
 
-def test_a_connection_that_breaks_in_mid_copy_ends_nothing(pool: Pools, tmp_path: Path) -> None:
+def test_a_connection_that_breaks_in_mid_copy_ends_nothing(two, pool, tmp_path):
     found = pool(2).run(_train_until_a_copy_breaks, RUN, tmp_path)
     same_end(found, straight(pool, RUN, tmp_path, 2, 7))
     (told,) = [line for line in found[0]["said"] if "no local save was written" in line]
     assert "step 6: " in told
     assert parts_of(tmp_path, 1, 1, 6) == []
-    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], 7, local_copies=1)
+    two(7, 7, local_copies=1)
 
 
 def _train_until_a_copy_breaks(world: DistEnv, run: Run, folder: Path) -> dict[str, Any]:
@@ -276,31 +286,27 @@ def _train_until_a_copy_breaks(world: DistEnv, run: Run, folder: Path) -> dict[s
         ("aa", 1, [[], []]),
     ],
 )
-def test_the_next_nodes_keep_copies(places: str, number: int, keepers: list[list[int]]) -> None:
+def test_the_next_nodes_keep_copies(places, number, keepers):
     assert keepers_of(places, number) == keepers
 
 
 @pytest.mark.slow
-def test_a_whole_save_of_an_abandoned_past_on_nodes_that_were_away_never_comes_back(
-    pool: Pools, tmp_path: Path
-) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1], local_copies=1)
+def test_a_whole_save_of_an_abandoned_past_on_nodes_that_were_away_never_comes_back(two, tmp_path):
+    two(7, local_copies=1)
     # On other nodes it goes on from step 4, and is stopped earlier.
-    pool(2).run(train_both, RUN, tmp_path, 6, [2, 3], 4, local_copies=1)
+    two(6, 4, [2, 3], local_copies=1)
     shutil.rmtree(tmp_path / "node-2")
     shutil.rmtree(tmp_path / "node-3")
-    found = pool(2).run(train_both, RUN, tmp_path, 5, [0, 1], 4, local_copies=1)
+    found = two(5, 4, local_copies=1)
     said = [line for line in found[0]["notices"] if "step 7" in line]
     assert any("later the run went on without it" in line for line in said)
 
 
 @pytest.mark.slow
-def test_a_run_that_went_on_without_local_saves_never_gets_old_ones_back(
-    pool: Pools, tmp_path: Path
-) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 7, [0, 1])
+def test_a_run_that_went_on_without_local_saves_never_gets_old_ones_back(two, pool, tmp_path):
+    two(7)
     pool(2).run(_start_without_local_saves, RUN, tmp_path)
-    found = pool(2).run(train_both, RUN, tmp_path, 5, [0, 1], 4)[0]
+    found = two(5, 4)[0]
     assert any("later the run went on without it" in line for line in found["notices"])
 
 
@@ -313,29 +319,25 @@ def _start_without_local_saves(world: DistEnv, run: Run, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_deleted_shared_checkpoint_takes_local_saves_with_it(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 9, [0, 1])
+def test_a_deleted_shared_checkpoint_takes_local_saves_with_it(two, tmp_path):
+    two(9)
     shutil.rmtree(tmp_path / "shared" / "step-8")
-    found = pool(2).run(train_both, RUN, tmp_path, 5, [0, 1], 4)[0]
+    found = two(5, 4)[0]
     said = [line for line in found["notices"] if "the shared checkpoint of step 8, which" in line]
     assert said[0].endswith("is gone")
-    pool(2).run(train_both, RUN, tmp_path, 6, [0, 1], 5)
+    two(6, 5)
 
 
 @pytest.mark.slow
-def test_a_shared_checkpoint_that_is_damaged_takes_none_with_it(
-    pool: Pools, tmp_path: Path
-) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 9, [0, 1])
+def test_a_shared_checkpoint_that_is_damaged_takes_none_with_it(two, tmp_path):
+    two(9)
     step = tmp_path / "shared" / "step-8"
     step.rename(step.with_name("step-8.invalid-0"))
-    pool(2).run(train_both, RUN, tmp_path, 9, [0, 1], 9)
+    two(9, 9)
 
 
-def test_a_local_save_of_a_later_titanlite_is_refused_and_stays(
-    pool: Pools, tmp_path: Path
-) -> None:
-    pool(2).run(train_both, RUN, tmp_path, 3, [0, 1])
+def test_a_local_save_of_a_later_titanlite_is_refused_and_stays(two, pool, tmp_path):
+    two(3)
     manifest = part_of(tmp_path, 1, 1, 3).parent / "manifest.json"
     later = json.dumps({**json.loads(manifest.read_bytes()), "format": 99})
     manifest.write_text(later)
@@ -344,19 +346,14 @@ def test_a_local_save_of_a_later_titanlite_is_refused_and_stays(
     assert manifest.read_text() == later
 
 
-def test_unproven_saves_delete_nothing_and_a_proven_one_leaves_two(
-    pool: Pools, tmp_path: Path
-) -> None:
+def test_unproven_saves_delete_nothing_and_a_proven_one_leaves_two(pool, tmp_path):
     left = pool(2).run(_save_without_proof, RUN, tmp_path)[0]
     assert left == [["step-1", "step-2", "step-3", "step-4"], ["step-4", "step-5"]]
 
 
 def _save_without_proof(world: DistEnv, run: Run, folder: Path) -> list[list[str]]:
     """Save four times without proof, then with; return what lay there before and after the last."""
-    model, optimizer, _ = stepper(world, run, loss_function=run.builder(world).loss())
-    local = folder / f"node-{world.rank}"
-    section = options(folder / "shared", local_folder=str(local), local_interval=1)
-    saver = TieredCheckpointer(section, world, PRINTS)
+    model, optimizer, saver = _saver(world, run, folder)
     found = []
     try:
         for step in range(1, 6):
@@ -385,7 +382,7 @@ def _read(*flags: str) -> RunConfig:
         ([FOLDER, "--checkpoint.interval=50"], "saves as often"),
     ],
 )
-def test_what_cannot_work_is_refused(flags: list[str], shown: str) -> None:
+def test_what_cannot_work_is_refused(flags, shown):
     with pytest.raises(ConfigError, match="problem") as refused:
         _read(*flags)
     assert shown in str(refused.value)
@@ -394,17 +391,17 @@ def test_what_cannot_work_is_refused(flags: list[str], shown: str) -> None:
 @pytest.mark.parametrize(
     "folder", ["/local/saves", "/disk{local_rank}/saves", "/dev/shm/saves", "~/saves"]
 )
-def test_folders_of_a_node(folder: str) -> None:
+def test_folders_of_a_node(folder):
     run = _read(f"--checkpoint.local_folder={folder}")
     assert run.features.local_saves is not None
 
 
-def test_an_interval_in_seconds_is_longer_than_any_number_of_steps() -> None:
+def test_an_interval_in_seconds_is_longer_than_any_number_of_steps():
     more = ["--checkpoint.interval_type=seconds", "--checkpoint.interval=10"]
     assert _read(FOLDER, *more).checkpoint.local_interval == 50
 
 
-def test_without_a_folder_the_other_keys_are_named() -> None:
+def test_without_a_folder_the_other_keys_are_named():
     run = _read("--checkpoint.local_interval=10")
     assert any("checkpoint.local_interval" in note.text for note in run.notes)
     assert run.features.local_saves is None

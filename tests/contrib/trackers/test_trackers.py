@@ -120,8 +120,8 @@ READERS = {"mlflow": read_mlflow, "comet": read_comet, "trackio": read_trackio}
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_service_holds_each_row_once_and_a_resumed_run_continues_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+    tmp_path, monkeypatch, name
+):
     folder = tmp_path / "my run"
     folder.mkdir()
     for variable, value in LOCAL[name](folder).items():
@@ -161,9 +161,7 @@ def test_a_service_holds_each_row_once_and_a_resumed_run_continues_there(
     assert int(steps or found.config["training.steps"]) == 3
 
 
-def test_comet_leaves_the_hook_of_errors_and_torch_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_comet_leaves_the_hook_of_errors_and_torch_alone(tmp_path, monkeypatch):
     import torch
 
     monkeypatch.setenv("COMET_OFFLINE_DIRECTORY", str(tmp_path))
@@ -173,12 +171,10 @@ def test_comet_leaves_the_hook_of_errors_and_torch_alone(
     assert torch.Tensor.backward is backward
 
 
-def test_a_service_that_fails_costs_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_that_fails_costs_one_warning(tmp_path, monkeypatch):
     broken = types.ModuleType("trackio")
 
-    def refuse(**_: Any) -> None:
+    def refuse(**_):
         raise ConnectionError("no route to host")
 
     broken.init = refuse  # type: ignore[attr-defined]
@@ -205,7 +201,7 @@ class Hanging(BackgroundWriter):
         self.release.wait(600)
 
 
-def test_the_limits_of_time_of_several_services_do_not_add_up() -> None:
+def test_the_limits_of_time_of_several_services_do_not_add_up():
     """The other ranks leave three seconds after a failure."""
     release = threading.Event()
     hanging = [Hanging(release) for _ in range(8)]
@@ -216,7 +212,7 @@ def test_the_limits_of_time_of_several_services_do_not_add_up() -> None:
     assert 0.5 <= seconds < 2.0, "eight times 0.5 s would be 4 s"
 
 
-def test_names_are_taken_once_and_an_unknown_one_is_refused() -> None:
+def test_names_are_taken_once_and_an_unknown_one_is_refused():
     loaded = load(["--metrics.trackers", "mlflow", "wandb", "--metrics.enable_wandb"])
     assert loaded.sections.metrics.tracker_names == ["wandb", "mlflow"]
     with pytest.raises(Exception, match=r"metrics\.trackers.*mlfow|mlfow.*mlflow"):

@@ -16,6 +16,8 @@ from titanlite.plan.hardware import cluster_of, ranks_of
 from titanlite.plan.plan import make_plan
 from titanlite.plan.text import plan_text
 from titanlite.resolve.load import check_alone, resolve
+from titanlite.runs import PREDICTION
+from titanlite.runs.prediction import keep
 
 
 def add_command(commands: Commands) -> None:
@@ -55,7 +57,8 @@ def add_command(commands: Commands) -> None:
         type=Path,
     )
     add("--json", "print the plan as one JSON object; sizes are in GiB, times in seconds")
-    parser.set_defaults(exact=None, search=None, json=None)
+    add("--keep", f"write the plan to {PREDICTION} in job.dump_folder: the run is compared with it")
+    parser.set_defaults(exact=None, search=None, json=None, keep=None)
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
@@ -72,7 +75,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         from titanlite.cli.plan.search import search
         from titanlite.cli.plan.search_text import search_text
 
-        for name in ("exact", "rank", "json"):
+        for name in ("exact", "rank", "json", "keep"):
             if getattr(arguments, name) is not None:
                 raise bad_flag(f"--{name}", "is not for a search", "plan what it proposes")
         result = search(config, run, cluster)
@@ -90,6 +93,8 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
             from titanlite.cli.plan.search_text import fit_text
 
             text += f"\n\n{fit_text(cheapest_fit(config, run, cluster), cluster)}"
+        if arguments.keep:
+            text += f"\n\nkept: {keep(Path(run.job.dump_folder), plan=plan.as_json())}"
         if arguments.json:
             text = json.dumps(plan.as_json(), indent=2, allow_nan=False)
     return text, exit_codes.DONE if fits else exit_codes.OUT_OF_MEMORY

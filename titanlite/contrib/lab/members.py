@@ -43,7 +43,7 @@ GRACE_SECONDS = 240.0
 #: A training loss is the mean of this part of the logged steps, the last ones.
 _TAIL = 0.1
 #: Keys of a run's config that do not change what it learns.
-_MAY_DIFFER = ("job.dump_folder", "job.description", "launch.", "ladder.")
+_MAY_DIFFER = ("job.dump_folder", "job.description", "launch.", "ladder.", "validation.freq")
 
 
 class MemberError(ValueError):

@@ -7,6 +7,7 @@ import io
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -62,6 +63,12 @@ def test_all_runs_give_points_with_their_last_validation(
     assert (found["parameters"], found["tokens"]) == (TARGET, 25600)
     assert found["low"] <= found["loss"] <= found["high"]
     assert "this file: N 127.3K, 25.6K tokens, loss " in said and "fewer than 9 points" in said
+    assert json.loads((folder / "target" / "prediction.json").read_text()) == {
+        "loss": result["loss"]
+    }
+    *before, end = result["loss"]["curve"]
+    assert [point["step"] for point in before[:: len(before) - 1]] == [4, 100]
+    assert (end["step"], end["loss"]) == (200, found["loss"])
 
 
 @pytest.mark.slow
@@ -108,6 +115,21 @@ def test_the_report_has_the_law_its_check_and_the_loss_of_the_file(tmp_path: Pat
     assert "L(N, D) = 1.8 + 480 / N^0.350 + 2100 / D^0.370" in out
     assert "check: without the largest model its loss in n160000000-t20 is predicted as" in out
     assert out.count("+0.00") + out.count("-0.00") >= len(SIZES) * len(HORIZONS)
+
+
+def test_the_curve_has_the_law_of_steps_before_the_decay(tmp_path: Path) -> None:
+    # Losses at a constant rate are a tenth higher.
+    held = [replace(point, loss=1.1 * point.loss) for point in made_up(horizons=(0.02, 0.1, 0.2))]
+    _, result = predicted(made_up(), target(tmp_path), held)
+    *before, end = result["loss"]["curve"]
+    assert before[0]["tokens"] == pytest.approx(0.02 * TARGET)
+    assert before[-1]["tokens"] == pytest.approx(25600 / 2), "the decay takes the second half"
+    for point in before:
+        assert point["loss"] == pytest.approx(1.1 * TRUE.loss(TARGET, point["tokens"]), rel=1e-3)
+        assert point["step"] == round(point["tokens"] / 128)
+        assert point["low"] <= point["loss"] <= point["high"]
+    assert end["loss"] == result["prediction"]["loss"] and end["step"] == 200
+    assert predicted(made_up(), target(tmp_path))[1]["loss"]["curve"] == [end]
 
 
 def test_a_length_on_the_command_line_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from titanlite.contrib.lab.ladder.predict import (
 TARGET = (4.0 * SIZES[-1], 20 * 4.0 * SIZES[-1])
 
 
-def test_exact_points_give_back_their_law() -> None:
+def test_exact_points_give_back_their_law():
     found = fit(made_up(), replicates=50)
     for name in ("irreducible", "size_factor", "size_exponent", "token_factor", "token_exponent"):
         assert getattr(found.law, name) == pytest.approx(getattr(TRUE, name), rel=1e-6), name
@@ -46,7 +46,7 @@ def objective(law: torch.Tensor, points: list[Point]) -> torch.Tensor:
     return torch.nn.functional.huber_loss(found, loss, reduction="sum", delta=DELTA)
 
 
-def test_the_law_of_noisy_points_minimises_the_objective_of_the_paper() -> None:
+def test_the_law_of_noisy_points_minimises_the_objective_of_the_paper():
     points = made_up(noise=0.005, generator=np.random.default_rng(2))
     law = fit(points, replicates=0).law
     factors = [math.log(one) for one in (law.irreducible, law.size_factor, law.token_factor)]
@@ -59,7 +59,7 @@ def test_the_law_of_noisy_points_minimises_the_objective_of_the_paper() -> None:
 
 
 @pytest.mark.slow
-def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+def test_intervals_hold_the_truth_as_often_as_they_say():
     generator = np.random.default_rng(5)
     noise = 0.003
     count = 25
@@ -80,7 +80,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     assert held["loss"] < count
 
 
-def test_intervals_are_wider_where_trunks_have_luck_of_their_own() -> None:
+def test_intervals_are_wider_where_trunks_have_luck_of_their_own():
     points = made_up(noise=0.003, generator=np.random.default_rng(1), luck=0.8)
     shared = predict(fit(points, replicates=40), *TARGET)
     alone = predict(fit([replace(one, trunk="") for one in points], replicates=40), *TARGET)
@@ -88,7 +88,7 @@ def test_intervals_are_wider_where_trunks_have_luck_of_their_own() -> None:
     assert shared.error > 1.2 * alone.error
 
 
-def test_few_points_take_the_known_exponent_of_tokens_and_say_so() -> None:
+def test_few_points_take_the_known_exponent_of_tokens_and_say_so():
     points = made_up(SIZES[:3], HORIZONS[:2])
     found = fit(points, replicates=20)
     assert found.law.token_exponent == KNOWN_TOKEN_EXPONENT
@@ -103,12 +103,12 @@ def test_few_points_take_the_known_exponent_of_tokens_and_say_so() -> None:
         (made_up(SIZES[:3], (10, 20))[:5], "5 points of 3 sizes: a law needs 6"),
     ],
 )
-def test_degenerate_ladders_are_refused_with_the_reason(points: list[Point], message: str) -> None:
+def test_degenerate_ladders_are_refused_with_the_reason(points, message):
     with pytest.raises(LadderError, match=message):
         check_points(points)
 
 
-def test_leaving_the_largest_model_out_predicts_its_points() -> None:
+def test_leaving_the_largest_model_out_predicts_its_points():
     left = leave_largest_out(made_up())
     assert [one.point.parameters for one in left] == [SIZES[-1]] * 3
     assert max(abs(one.error) for one in left) < 1e-6
@@ -117,7 +117,7 @@ def test_leaving_the_largest_model_out_predicts_its_points() -> None:
     assert leave_largest_out(points)[-1].error == pytest.approx(1 / 1.05 - 1, abs=1e-6)
 
 
-def test_what_lies_far_from_the_runs_is_told() -> None:
+def test_what_lies_far_from_the_runs_is_told():
     points = made_up()
     n, d = SIZES[-1], SIZES[-1] * 20.0
     assert notes_on_distance(points, 10 * n, 10 * d) == []

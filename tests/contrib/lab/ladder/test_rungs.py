@@ -52,6 +52,7 @@ def test_each_size_has_a_trunk_and_shorter_branches_from_it(tmp_path: Path) -> N
         assert trunk.tokens == trunk.steps * trunk.sequences * 16
         first, second = values(trunk), values(branch)
         assert first["checkpoint.milestones"] == f"[{branch.begins}]"
+        assert int(first["validation.freq"]) == branch.begins // 2
         changed = {key for key in second if first.get(key) != second[key]}
         assert changed == {
             "training.steps",

@@ -13,7 +13,7 @@ from titanlite.models.counts import count_multiplied_parameters
 from titanlite.models.families import get_spec
 
 
-def test_sizes_of_an_8b_keep_heads_and_proportions() -> None:
+def test_sizes_of_an_8b_keep_heads_and_proportions():
     target = get_spec("llama3").flavors["8B"]
     found = shapes(target, [])
     # Without the head.
@@ -34,7 +34,7 @@ def test_sizes_of_an_8b_keep_heads_and_proportions() -> None:
     assert found[-1].name == "d2048-l16"
 
 
-def test_n_is_the_count_of_the_real_modules_without_the_embedding_and_experts_that_rest() -> None:
+def test_n_is_the_count_of_the_real_modules_without_the_embedding_and_experts_that_rest():
     spec = get_spec("mixtral")
     target = spec.flavors["8x7B"]
     for shape in shapes(target, []):
@@ -60,7 +60,7 @@ def test_n_is_the_count_of_the_real_modules_without_the_embedding_and_experts_th
         ("gpt_oss", "20B"),
     ],
 )
-def test_each_family_has_smaller_models_that_can_be_built(family: str, flavor: str) -> None:
+def test_each_family_has_smaller_models_that_can_be_built(family, flavor):
     spec = get_spec(family)
     target = spec.flavors[flavor]
     found = shapes(target, [])
@@ -75,7 +75,7 @@ def test_each_family_has_smaller_models_that_can_be_built(family: str, flavor: s
     )
 
 
-def test_wanted_sizes_give_the_nearest_models() -> None:
+def test_wanted_sizes_give_the_nearest_models():
     target = get_spec("llama3").flavors["8B"]
     small, middle, large = shapes(target, [900_000_000, 110_000_000, 300_000_000])
     assert small.parameters == pytest.approx(1.1e8, rel=0.25)
@@ -83,7 +83,7 @@ def test_wanted_sizes_give_the_nearest_models() -> None:
     assert large.parameters == pytest.approx(9e8, rel=0.25)
 
 
-def test_default_sizes_of_a_narrow_target_are_different_models() -> None:
+def test_default_sizes_of_a_narrow_target_are_different_models():
     small = {"dim": 64, "n_heads": 4, "n_layers": 6, "vocab_size": 2304}
     target = replace(get_spec("llama3").flavors["debugmodel"], **small)
     assert [shape.name for shape in shapes(target, [])] == ["d16-l2", "d16-l3", "d32-l2", "d32-l3"]

@@ -57,5 +57,5 @@ TARGET = 127_264
 def written(folder: Path, more: str = "") -> Path:
     """The file of the target."""
     file = folder / "target.toml"
-    file.write_text(FILE + more)
+    file.write_text(f'job.dump_folder = "{folder / "target"}"\n{FILE}{more}')
     return file

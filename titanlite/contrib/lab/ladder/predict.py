@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from titanlite.contrib.lab.ladder.fit import Fit, fit
 from titanlite.contrib.lab.ladder.law import LadderError, Point, groups_of_sizes
 
@@ -12,6 +14,8 @@ from titanlite.contrib.lab.ladder.law import LadderError, Point, groups_of_sizes
 FARTHEST = 100.0
 #: Tokens for each parameter within this factor of those of the points count as seen.
 _SLACK = 1.5
+#: Points of a curve before the decay.
+_CURVE = 16
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,21 @@ class LeftOut:
 def predict(found: Fit, parameters: float, tokens: float) -> Prediction:
     """Return the loss that the law has for a run."""
     return Prediction(parameters, tokens, *found.predict(parameters, tokens))
+
+
+def predict_curve(
+    held: Sequence[Point], end: Prediction, tokens_before_decay: float
+) -> list[Prediction]:
+    """Return the held-out loss along a run, by a law of its own for steps before the decay.
+
+    held: points of runs whose rate has not begun to fall. Raises LadderError for too few.
+    """
+    found = fit(held)
+    first = min(point.tokens / point.parameters for point in held) * end.parameters
+    if first >= tokens_before_decay:
+        return [end]
+    places = np.geomspace(first, tokens_before_decay, _CURVE)
+    return [*(predict(found, end.parameters, float(tokens)) for tokens in places), end]
 
 
 def notes_on_distance(points: Sequence[Point], parameters: float, tokens: float) -> list[str]:

@@ -24,6 +24,8 @@ from titanlite.contrib.lab.members import Member
 _LONGEST_WARMUP = 0.1
 #: A trunk saves this often, besides the starts of its branches: a killed one resumes.
 _SAVES = 5
+#: Most validations of a trunk.
+_VALIDATIONS = 20
 
 #: Flags of the models, over the file but under the command line: a small model needs no
 #: parallelism but that of data.
@@ -211,18 +213,20 @@ def _length_flags(steps: int, fall: int, milestones: list[int] | None) -> list[s
         f"--training.steps={steps}",
         f"--lr_scheduler.total_steps={steps}",
         f"--lr_scheduler.decay_steps={fall}",
-        f"--validation.freq={steps}",
     ]
     if milestones is None:
         return [
             *flags,
+            f"--validation.freq={steps}",
             "--checkpoint.start=from",
             f"--checkpoint.interval={steps}",
             "--checkpoint.milestones=[]",
             "--checkpoint.initial_load_model_only=false",
         ]
+    freq = max(min([*milestones, steps]) // 2, steps // _VALIDATIONS, 1)
     return [
         *flags,
+        f"--validation.freq={freq}",
         "--checkpoint.start=resume-or-fresh",
         f"--checkpoint.interval={max(steps // _SAVES, 1)}",
         f"--checkpoint.milestones={quote(milestones)}",

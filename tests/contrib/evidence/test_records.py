@@ -1,0 +1,127 @@
+"""`titanlite prove --run`: the records of a good run, and of runs with one altered record."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import titanlite
+from tests.support.tiny import EIGHT_STEPS
+from titanlite.cli.main import main
+
+SAVES = ["--checkpoint.enable_checkpoint", "--checkpoint.interval=2", "--no-validation.enable"]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps that was stopped after four and resumed."""
+    folder = tmp_path_factory.mktemp("runs") / "good"
+    words = ["train", "debug_model.toml", *EIGHT_STEPS, *SAVES, f"--job.dump_folder={folder}"]
+    for steps in (4, 8):
+        done = titanlite(*words, f"--training.steps={steps}")
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+def judged(folder: Path, out: Path) -> tuple[int, dict[str, str], str]:
+    code = main(["prove", "--run", str(folder), "--folder", str(out)])
+    found = json.loads((out / "proof.json").read_text())
+    notes = " ".join(check["note"] for check in found["checks"])
+    return code, {check["name"]: check["state"] for check in found["checks"]}, notes
+
+
+def test_the_records_of_a_good_run_fit(good: Path, tmp_path: Path) -> None:
+    code, states, _ = judged(good, tmp_path)
+    names = ("record", "saves", "steps", "resumes", "data")
+    assert (code, states) == (0, dict.fromkeys(names, "holds"))
+    lines = [json.loads(line) for line in (good / "attempts.jsonl").read_text().splitlines()]
+    (verdict,) = [line for line in lines if line["event"] == "resume"]
+    manifest = json.loads((good / "checkpoint" / "step-4" / "manifest.json").read_text())
+    assert verdict["next_batch"] == manifest["train"]["resume"]["next_batch"]
+    assert (verdict["step"], verdict["verified"]) == (4, True)
+
+
+def edit(file: str, old: str, new: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        text = (folder / file).read_text()
+        assert text.count(old)
+        (folder / file).write_text(text.replace(old, new, 1))
+
+    return change
+
+
+def a_byte(folder: Path) -> None:
+    file = folder / "checkpoint" / "step-6" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+
+
+def a_row(folder: Path) -> None:
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join([*lines[:3], lines[2], *lines[3:]]))
+
+
+#: Where it shows, what is said, and the change.
+ALTERED = {
+    "weights": ("saves", "step-6/__0_0.distcp has changed", a_byte),
+    "manifest": (
+        "saves",
+        "manifest.json is damaged",
+        edit("checkpoint/step-6/manifest.json", '"next_sequence": 24', '"next_sequence": 28'),
+    ),
+    "tokens": (
+        "steps",
+        "tokens after step 6: 385.0 and 384",
+        edit("metrics.jsonl", '"tokens_seen": 384', '"tokens_seen": 385'),
+    ),
+    "row": ("steps", "order of steps", a_row),
+    "config": ("steps", "config of step", edit("config.toml", "seed = 0", "seed = 1")),
+    "batch": (
+        "resumes",
+        "batch of step 5",
+        edit("attempts.jsonl", '"next_batch": "', '"next_batch": "0'),
+    ),
+    "verdict": (
+        "resumes",
+        "verdict at step 4",
+        edit("attempts.jsonl", '"verified": true', '"verified": false'),
+    ),
+    "end": (
+        "record",
+        "state: failed and done",
+        edit("attempts.jsonl", '"step": 8, "saved', '"state": "failed", "saved'),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALTERED)
+def test_one_altered_record_is_found(good: Path, tmp_path: Path, name: str) -> None:
+    where, said, change = ALTERED[name]
+    folder = tmp_path / "run"
+    shutil.copytree(good, folder)
+    change(folder)
+    code, states, notes = judged(folder, tmp_path / "out")
+    assert code == 1 and said in notes
+    assert states[where] == "fails"
+
+
+def test_missing_checkpoints_are_told(good: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(good, folder, ignore=shutil.ignore_patterns("checkpoint"))
+    code, states, notes = judged(folder, tmp_path / "out")
+    assert code == 1 and "has kept no checkpoint" in notes
+    assert "no checkpoint tells the batch" in notes
+    assert [states[name] for name in ("record", "saves", "data")] == ["holds", "not run", "not run"]
+
+
+def test_other_data_are_told(good: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(good, folder)
+    edit("config.toml", 'dataset = "c4_test"', 'dataset = "c4_validation"')(folder)
+    code, states, notes = judged(folder, tmp_path / "out")
+    assert (code, states["data"]) == (1, "fails") and "batch of step 3" in notes

@@ -1,0 +1,90 @@
+"""Runs of one config as child processes, each in its own folder: trained, killed, continued."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from titanlite import torchrun
+from titanlite.contrib.processes import kill, last_lines, run, start
+from titanlite.runs.jsonl import FILE
+from titanlite.runs.lines import read_lines
+
+CONSOLE = "console.log"
+#: Seconds between two looks at a run that is to be killed.
+_LOOK = 0.002
+
+
+class RunFailed(RuntimeError):
+    """A child did not end as it should; the text has its last lines."""
+
+    def __init__(self, code: int, console: Path) -> None:
+        lines = "\n".join(last_lines(console, 3))
+        super().__init__(f"{console} ends with exit code {code}: {lines}")
+        self.code = code
+
+    @property
+    def exit_code(self) -> int:
+        return self.code
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A config and the folder of its runs."""
+
+    folder: Path
+    config: Path
+    ranks: int
+    environment: Mapping[str, str]
+
+    def train(self, name: str, *flags: str, ranks: int = 0) -> Path:
+        """Return the run's folder. Raises RunFailed."""
+        self.finish(name, self._words(name, flags), ranks)
+        return self.folder / name
+
+    def killed(self, name: str, steps: int) -> Path:
+        """Kill all ranks of a run at once when it has logged so many steps. Raises RunFailed."""
+        console = self._console(name)
+        child = start(self._command(self._words(name)), console, self.environment)
+        try:
+            while child.poll() is None and len(read_lines(console.with_name(FILE), [])) < steps:
+                time.sleep(_LOOK)
+        finally:
+            kill(child)
+        if child.returncode >= 0:
+            raise RunFailed(child.returncode, console)
+        return console.parent
+
+    def saved(self, name: str, step: int) -> Path:
+        """Return the folder of a run's checkpoint."""
+        return self.folder / name / "checkpoint" / f"step-{step}"
+
+    def copied(self, source: str, step: int, name: str) -> Path:
+        """Return the copy of a run's checkpoint in another run."""
+        return Path(shutil.copytree(self.saved(source, step), self.saved(name, step)))
+
+    def finish(self, name: str, words: Sequence[str], ranks: int = 0) -> str:
+        """Return a command's output. Raises RunFailed."""
+        console = self._console(name)
+        code = run(self._command(words, ranks), console, environment=self.environment)
+        if code:
+            raise RunFailed(code, console)
+        return console.read_text()
+
+    def _words(self, name: str, flags: Sequence[str] = ()) -> list[str]:
+        own = f"--job.dump_folder={self.folder / name}"
+        return ["train", "--job.config_file", str(self.config), own, *flags]
+
+    def _command(self, words: Sequence[str], ranks: int = 0) -> list[str]:
+        if (ranks or self.ranks) > 1:
+            return torchrun.command(ranks or self.ranks, words)
+        return [sys.executable, "-m", "titanlite", *words]
+
+    def _console(self, name: str) -> Path:
+        console = self.folder / name / CONSOLE
+        console.parent.mkdir(exist_ok=True)
+        return console

@@ -1,0 +1,126 @@
+"""The records of a finished run, compared with each other and with its data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.loaded import RESUME
+from titanlite.checkpoint.manifest import Manifest, root_of, step_folder, steps_in
+from titanlite.cli.checkpoint_folders import verify
+from titanlite.config.load import read_text
+from titanlite.config.trust import foreign
+from titanlite.contrib.evidence.checks import IDLE, NOT_RUN, Check, Skipped, made
+from titanlite.resolve.load import resolve
+from titanlite.runs import ATTEMPTS
+from titanlite.runs.lines import read_lines
+from titanlite.runs.read import read_run
+from titanlite.runs.record import CONFIG
+from titanlite.utils import counted
+
+#: What is compared, and its two values.
+Pairs = Iterator[tuple[str, object, object]]
+
+
+class Records:
+    """What the files of a run say."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises RunError for a folder that is no run."""
+        self._folder = folder
+        self._run = read_run(folder)
+        self._saves: dict[int, Manifest] = {}
+
+    def checks(self) -> Iterator[Check]:
+        """Yield each check when it is done."""
+        done = "The run is done, and its record is whole."
+        yield made("record", done, compared(self._record))
+        yield made("saves", "Checkpoints are as they were written.", compared(self._checkpoints))
+        yield made("steps", "Steps and configs are those of checkpoints.", compared(self._steps))
+        resumes = "Each resume went on with the batch that was to come."
+        yield made("resumes", resumes, compared(self._resumes))
+        yield made(
+            "data", "The data still give the batches behind checkpoints.", compared(self._data)
+        )
+
+    def _record(self) -> Pairs:
+        yield "state", self._run.state, "done"
+        yield "last step", self._run.step, self._run.steps
+        yield "damaged lines", self._run.problems, ()
+
+    def _checkpoints(self) -> Pairs:
+        try:
+            root = root_of(self._folder)
+        except CheckpointError as error:
+            raise Skipped(NOT_RUN, str(error)) from None
+        for step in steps_in(root):
+            manifest, problems = verify(step_folder(root, step))
+            yield f"step {step}", problems, []
+            if manifest is not None:
+                self._saves[step] = manifest
+
+    def _steps(self) -> Pairs:
+        seen = {row["step"]: row.get("tokens_seen") for row in self._run.training}
+        steps = [row["step"] for row in self._run.training]
+        yield "order of steps", steps, sorted(seen)
+        names = {attempt.get("config", CONFIG) for attempt in self._run.attempts}
+        configs = [(self._folder / name).read_text(encoding="utf-8") for name in names]
+        for step, manifest in self._saves.items():
+            yield f"config of step {step}", manifest.config.get("toml") in configs, True
+            if step in seen:
+                yield f"tokens after step {step}", seen[step], manifest.train["tokens_seen"]
+
+    def _resumes(self) -> Pairs:
+        began = [str(attempt.get("began")) for attempt in self._run.attempts]
+        resumed = [text for text in began if text.startswith("resumed from step ")]
+        told = [one for one in read_lines(self._folder / ATTEMPTS) if one["event"] == "resume"]
+        if not resumed:
+            raise Skipped(IDLE, "it was never resumed")
+        yield "verdicts", [f"resumed from step {one['step']}" for one in told], resumed
+        for one in told:
+            yield f"verdict at step {one['step']}", one["verified"], True
+            if manifest := self._saves.get(one["step"]):
+                yield f"batch of step {one['step'] + 1}", one["next_batch"], _next(manifest)
+
+    def _data(self) -> Pairs:
+        from titanlite.assembly.datasets import read_training_text
+        from titanlite.data.batch_hash import step_hash
+        from titanlite.data.skip_ranges import ranges_of_steps
+        from titanlite.data.tokenizer import load_tokenizer
+
+        path = self._folder / CONFIG
+        config, problems = read_text(path.read_text(encoding="utf-8"), path, (), foreign(False))
+        ranks = self._run.attempts[-1].get("ranks")
+        run = resolve(config, ranks, problems, machine=True, texts=True)[1]
+        text = read_training_text(run, load_tokenizer(run.model.tokenizer_path, run.model.name))
+        if run.data.phase or text.state_dict():
+            raise Skipped(NOT_RUN, "streams and phases are not read again")
+        skip = ranges_of_steps(run.data.skip_steps, run.course)
+        told = {step: manifest for step, manifest in self._saves.items() if _next(manifest)}
+        if not told:
+            raise Skipped(NOT_RUN, "no checkpoint tells the batch that was to come")
+        for step, manifest in told.items():
+            first = manifest.train["data"]["next_sequence"]
+            found = step_hash(text, first, run.course.size(step + 1).rows, skip=skip)
+            yield f"batch of step {step + 1}", found, _next(manifest)
+
+
+def _next(manifest: Manifest) -> str | None:
+    """Return the hash of the batch behind a checkpoint."""
+    return (manifest.train.get(RESUME) or {}).get("next_batch")
+
+
+def compared(pairs: Callable[[], Pairs]) -> Callable[[Check], bool]:
+    """Return what makes a check of pairs, which must be equal."""
+
+    def do(check: Check) -> bool:
+        found = list(pairs())
+        wrong = [
+            f"{name}: {one!s:.200} and {other!s:.200}" for name, one, other in found if one != other
+        ]
+        check.left, check.right = counted(len(found), "pairs"), f"{len(wrong)} differ"
+        check.note = "; ".join(wrong)
+        return not wrong
+
+    return do
