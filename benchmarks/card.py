@@ -142,7 +142,7 @@ def origin(run: Run) -> dict[str, Any]:
 
 
 def commit_of(git: Mapping[str, Any] | None) -> str:
-    if not git:
+    if not git or "unknown" in git:
         return "unknown"
     return f"{git['commit'][:12]}{' with local changes' * bool(git['dirty'])}"
 
