@@ -37,7 +37,7 @@ WARMUP = 4
 #: Steps whose loss is kept, besides the last.
 LOSSES = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 #: Keys that say where a run is and what it is called, not what it does.
-_NAMES = ("dump_folder", "description", "config_file", "extends", "print_config")
+_NAMES = {("job", key) for key in ("dump_folder", "description", "config_file", "extends")}
 #: Rows of the table, with a figure of `figures` each.
 _ROWS = {
     "ranks": "ranks",
@@ -142,17 +142,25 @@ def origin(run: Run) -> dict[str, Any]:
 
 
 def commit_of(git: Mapping[str, Any] | None) -> str:
-    if not git:
+    if not git or "unknown" in git:
         return "unknown"
     return f"{git['commit'][:12]}{' with local changes' * bool(git['dirty'])}"
 
 
 def config_hash(file: Path) -> str:
-    """Return the hash of a config's values: without comments and names."""
-    sections = to_builtins(read([f"--job.config_file={file}"])[0].sections)
-    for name in _NAMES:
-        sections["job"].pop(name, None)
-    return hashlib.sha256(json.dumps(sections, sort_keys=True).encode()).hexdigest()[:16]
+    """Return the hash of a config's values: without names, and without defaults, so that new keys
+    of a later version do not change it.
+    """
+    own, default = (
+        to_builtins(read(flags)[0].sections) for flags in ([f"--job.config_file={file}"], [])
+    )
+    values = [
+        (section, key, value)
+        for section, keys in own.items()
+        for key, value in keys.items()
+        if (section, key) not in _NAMES and value != default[section].get(key)
+    ]
+    return hashlib.sha256(json.dumps(sorted(values, key=str)).encode()).hexdigest()[:16]
 
 
 def line_of(row: Mapping[str, Any]) -> str:

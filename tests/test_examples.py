@@ -30,7 +30,8 @@ from titanlite.config.own_functions import load_functions
 from titanlite.dist import ParallelismError
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import ShapeError, get_spec, resolve_args
-from titanlite.models.args import as_record, from_record
+from titanlite.models.args import as_record
+from titanlite.models.recorded_args import from_record
 from titanlite.resolve.load import check_config
 
 ROOT = Path(__file__).resolve().parents[1]

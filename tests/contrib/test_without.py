@@ -50,7 +50,7 @@ def copy_without(folder: Path, *names: str) -> Path:
     return folder
 
 
-def test_each_folder_is_here() -> None:
+def test_each_folder_is_here():
     found = {path.parent.name for path in (ROOT / "titanlite" / "contrib").glob("*/README.md")}
     assert found == set(FOLDERS)
 
@@ -78,8 +78,8 @@ for words in json.loads(sys.argv[1]):
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", FOLDERS)
 def test_all_else_works_without_a_folder_and_its_commands_and_keys_are_refused_by_one_line(
-    name: str, tmp_path: Path
-) -> None:
+    name, tmp_path
+):
     copy = copy_without(tmp_path, name)
     commands, flags = FOLDERS[name]
     check = ["config", "check", "debug_model.toml"]
@@ -100,7 +100,7 @@ def test_all_else_works_without_a_folder_and_its_commands_and_keys_are_refused_b
 
 
 @pytest.mark.slow
-def test_a_run_trains_and_tests_of_the_core_pass_without_contrib(tmp_path: Path) -> None:
+def test_a_run_trains_and_tests_of_the_core_pass_without_contrib(tmp_path):
     copy = copy_without(tmp_path / "copy", *FOLDERS)
     assert losses(copy, tmp_path / "run") == losses(ROOT, tmp_path / "plain")
     words = ["-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *CORE]
@@ -122,7 +122,7 @@ def losses(root: Path, dump: Path) -> list[float]:
 TYPES = re.compile(r"if TYPE_CHECKING:\n(?:    .*\n|\n)+")
 
 
-def test_the_core_names_contrib_in_the_table_of_doors_alone() -> None:
+def test_the_core_names_contrib_in_the_table_of_doors_alone():
     library = ROOT / "titanlite"
     found = set()
     for file in library.rglob("*.py"):

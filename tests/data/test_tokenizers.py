@@ -150,6 +150,7 @@ def test_an_id_of_the_hub_and_a_url_are_refused_with_the_other_way(tmp_path, mon
         "s3://bucket/tokenizer": copy,
         "https://host/tokenizer.json": copy,
         "assets/tokenizer.model": other,
+        "outputs/tokenizer": other,
     }
     for path, remedy in expected.items():
         (problem,) = missing_files(load([f"--model.tokenizer_path={path}"]))

@@ -253,7 +253,6 @@ def test_a_dry_run_prints_the_job_and_writes_nothing(tmp_path, capsys):
     assert [line.partition(": ")[2] for line in said.err.splitlines()] == [
         log,
         "scontrol update JobId=JOB Requeue=0; scancel --batch --signal=USR1 JOB",
-        f"sbatch {tmp_path}/run/launch/job.sbatch",
     ]
     assert cli.main(["launch", "slurm", *flags, "--no-checkpoint.enable_checkpoint"]) == 0
     assert "begins at step 0" in capsys.readouterr().err

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.golden_run import GoldenRun
-from tests.support.pool import Pools
 from tests.support.stand_ins import ANY, at_step, burn
 from tests.support.whole_runs import make_trainer
 from tests.support.words import listening
@@ -84,7 +82,7 @@ def make(devices: int = 1, peak: float | None = None) -> Throughput:
     return Throughput(devices, {2048: 58_000_000_000}, peak)
 
 
-def test_rates_count_data_waits_and_leave_pauses_and_the_first_step_out(clock: Clock) -> None:
+def test_rates_count_data_waits_and_leave_pauses_and_the_first_step_out(clock):
     rate = make(2, 989e12)
     clock.now += 60
     rate.step_done(SIZE)
@@ -107,7 +105,7 @@ def test_rates_count_data_waits_and_leave_pauses_and_the_first_step_out(clock: C
     assert found.seconds_left == pytest.approx(95 * 2.0)
 
 
-def test_a_single_slow_step_does_not_enter_the_time_left(clock: Clock) -> None:
+def test_a_single_slow_step_does_not_enter_the_time_left(clock):
     rate = make()
     for step, seconds in enumerate([60.0, 1.0, 1.0, 9.0, 1.0], 1):
         clock.now += seconds
@@ -120,12 +118,12 @@ def test_a_single_slow_step_does_not_enter_the_time_left(clock: Clock) -> None:
     assert rate.read(0).seconds_left == 0.0
 
 
-def test_peaks_belong_to_exactly_these_devices() -> None:
+def test_peaks_belong_to_exactly_these_devices():
     found = {name: (peak_flops(name) or 0) / 1e12 for names in PEAKS.values() for name in names}
     assert found == {name: peak for peak, names in PEAKS.items() for name in names}
 
 
-def test_cpu_memory_is_what_is_resident_and_grows_with_what_is_allocated() -> None:
+def test_cpu_memory_is_what_is_resident_and_grows_with_what_is_allocated():
     before = read_memory(CPU)
     # New pages: malloc may hand out resident ones that an earlier test has freed.
     block = mmap.mmap(-1, 200 * 2**20)
@@ -141,7 +139,7 @@ def test_cpu_memory_is_what_is_resident_and_grows_with_what_is_allocated() -> No
     del block
 
 
-def test_only_ones_own_work_in_steps_is_read(clock: Clock) -> None:
+def test_only_ones_own_work_in_steps_is_read(clock):
     rate = make()
     for _ in range(2):
         rate.enter("data")
@@ -165,7 +163,7 @@ def test_only_ones_own_work_in_steps_is_read(clock: Clock) -> None:
     assert work < 0.05 and data == 0, "a reading begins a new window"
 
 
-def test_a_reading_has_the_seconds_of_saves_since_the_last_one(clock: Clock) -> None:
+def test_a_reading_has_the_seconds_of_saves_since_the_last_one(clock):
     meter = make()
     meter.step_done(SIZE)
     assert "save_seconds" not in meter.read(0).figures
@@ -195,7 +193,7 @@ def _train(world: DistEnv, folder: str, slow_rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_slow_rank_is_named(pool: Pools, tmp_path: Path) -> None:
+def test_the_slow_rank_is_named(pool, tmp_path):
     slow_rank = 1
     pool(2).run(_train, str(tmp_path), slow_rank)
     rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["step"] > 1]
@@ -208,14 +206,14 @@ def test_the_slow_rank_is_named(pool: Pools, tmp_path: Path) -> None:
     assert sorted(row["data_seconds"] for row in rows)[2] < 0.5 * SLOW
 
 
-def test_ranks_are_compared_with_the_median() -> None:
+def test_ranks_are_compared_with_the_median():
     figures, _ = StragglerDetector(CPU).compare([1.0, 1.1, 1.0, 0.8], [0.0, 0.1, 0.5, 0.1], 2.0)
     assert figures == pytest.approx(
         {"slowest_rank": 2, "fastest_rank": 3, "lag_seconds": 0.5, "lag_percent": 50}
     )
 
 
-def test_on_a_gpu_the_step_without_data_is_scaled_by_the_time_of_the_head() -> None:
+def test_on_a_gpu_the_step_without_data_is_scaled_by_the_time_of_the_head():
     detector = StragglerDetector(torch.device("cuda", 0))
     figures, _ = detector.compare([0.010, 0.010, 0.015], [0.2, 0.2, 0.2], 1.2)  # own: 1.2, 1.2, 1.7
     assert figures["slowest_rank"] == 2
@@ -226,7 +224,7 @@ def test_on_a_gpu_the_step_without_data_is_scaled_by_the_time_of_the_head() -> N
     assert figures["lag_seconds"] == pytest.approx(0.3)
 
 
-def test_a_rank_that_stays_behind_is_warned_of_once_in_a_while() -> None:
+def test_a_rank_that_stays_behind_is_warned_of_once_in_a_while():
     detector = StragglerDetector(CPU)
     behind = ([1.0, 1.3], [0.0, 0.1])
     other = ([1.3, 1.0], [0.0, 0.0])
@@ -242,7 +240,7 @@ def test_a_rank_that_stays_behind_is_warned_of_once_in_a_while() -> None:
 # Traces of a cycle
 
 
-def test_the_profiled_step_is_recorded_by_every_rank(golden: GoldenRun) -> None:
+def test_the_profiled_step_is_recorded_by_every_rank(golden):
     folder = golden.folder / "profile_traces"
     assert sorted(p.name for p in folder.iterdir()) == ["iteration_20"]
     for rank in range(2):
@@ -274,7 +272,7 @@ def _profile(folder: Path) -> None:
     profiler.on_end(at_step(9), RunEnd("done", 9))
 
 
-def test_a_trace_holds_the_active_steps_of_a_cycle_and_no_others(tmp_path: Path) -> None:
+def test_a_trace_holds_the_active_steps_of_a_cycle_and_no_others(tmp_path):
     _profile(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iteration_4", "iteration_8"]
     trace = json.loads((tmp_path / "iteration_8" / "rank0_trace.json").read_text())
@@ -282,7 +280,7 @@ def test_a_trace_holds_the_active_steps_of_a_cycle_and_no_others(tmp_path: Path)
     assert [event["args"]["Input Dims"][0] for event in negations] == [[6], [7], [8]]
 
 
-def test_a_full_disk_costs_the_trace_not_the_run(tmp_path: Path) -> None:
+def test_a_full_disk_costs_the_trace_not_the_run(tmp_path):
     (tmp_path / "traces").write_text("not a folder")
     with listening() as said:
         _profile(tmp_path / "traces")

@@ -20,7 +20,7 @@ from tests.support.reference import in_memory, in_our_names
 from titanlite.checkpoint.foreign_formats import open_weights
 from titanlite.contrib.evidence.traces import compare, trace_ours, trace_transformers
 from titanlite.models import SPECS, LlamaArgs, ShapeError, resolve_args
-from titanlite.models.args import as_record, from_record
+from titanlite.models.args import as_record
 from titanlite.models.argument_fields import deciding
 from titanlite.models.deepseek_v3 import DeepSeekV3Args
 from titanlite.models.gemma3 import Gemma3Args
@@ -32,6 +32,7 @@ from titanlite.models.olmo2 import Olmo2Args
 from titanlite.models.olmo3 import Olmo3Args
 from titanlite.models.qwen3 import Qwen3Args
 from titanlite.models.qwen3_moe import Blocks, Qwen3MoeArgs
+from titanlite.models.recorded_args import from_record
 from titanlite.models.rope_scaling import LinearScaling, RopeScaling, YarnScaling
 
 SMALL: dict[str, Any] = {

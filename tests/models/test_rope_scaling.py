@@ -12,7 +12,8 @@ import torch
 
 from tests.support.refusals import refusal
 from titanlite.models import LlamaArgs, RopeScaling, get_spec
-from titanlite.models.args import as_record, from_record, resolve_args
+from titanlite.models.args import as_record, resolve_args
+from titanlite.models.recorded_args import from_record
 from titanlite.models.rope import Rope
 from titanlite.models.rope_scaling import Scaling
 from titanlite.models.spec import ShapeError

@@ -13,10 +13,11 @@ import pytest
 from titanlite.assembly.fingerprints import weights_fingerprints
 from titanlite.config.model_sections import Model, Optimizer
 from titanlite.models import Init, LlamaArgs, ShapeError, get_spec, resolve_args
-from titanlite.models.args import as_record, from_record, missing_fields
+from titanlite.models.args import as_record, missing_fields
 from titanlite.models.argument_fields import argument, deciding
 from titanlite.models.llama import decoder_spec
 from titanlite.models.llama_hf import ENTRIES, NAMES, Entry, HFTable
+from titanlite.models.recorded_args import from_record
 from titanlite.optim.groups import parameter_groups
 
 ARGS = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=96)

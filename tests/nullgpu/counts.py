@@ -127,11 +127,7 @@ def nobody_else() -> Iterator[None]:
     """
     import torch.distributed as dist
     from torch.distributed.checkpoint import default_planner
-    from torch.distributed.pipelining.stage import (
-        PipelineStage,
-        _StageBackwardMeta,
-        _StageForwardMeta,
-    )
+    from torch.distributed.pipelining import stage as pipeline
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 
     rank = int(os.environ["RANK"])
@@ -160,9 +156,9 @@ def nobody_else() -> Iterator[None]:
         # Hidden states have one shape between all stages, and gradients have theirs.
         own = stage._stage_meta
         return (
-            _StageBackwardMeta(own.outputs)
+            pipeline._StageBackwardMeta(own.outputs)
             if source > stage.stage_index
-            else _StageForwardMeta(own.inputs)
+            else pipeline._StageForwardMeta(own.inputs)
         )
 
     replaced = {
@@ -177,7 +173,9 @@ def nobody_else() -> Iterator[None]:
     with (
         mock.patch.multiple(dist, **replaced),
         mock.patch.object(default_planner, "_validate_global_plan", lambda *_: []),
-        mock.patch.multiple(PipelineStage, _recv_meta=receive, _send_meta=lambda *_: None),
+        # torch 2.11 has other names, so that no pipeline is played there.
+        mock.patch.object(pipeline.PipelineStage, "_recv_meta", receive, create=True),
+        mock.patch.object(pipeline.PipelineStage, "_send_meta", lambda *_: None, create=True),
     ):
         yield
 

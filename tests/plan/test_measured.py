@@ -74,8 +74,8 @@ def event(
     [("h200-141g", "NVIDIA H200", -0.10), ("h100-80g", "NVIDIA Z100", -0.26)],
 )
 def test_one_of_two_measured_runs_on_an_h200_predicts_the_other(
-    tmp_path: Path, one: str, other: str, gpu: str, device: str, before: float
-) -> None:
+    tmp_path, one, other, gpu, device, before
+):
     config, flags, tokens = MEASURED[one]
     run = of(config, *EAGER, *flags)
     seconds = run.batch.tokens_per_step / tokens
@@ -88,7 +88,7 @@ def test_one_of_two_measured_runs_on_an_h200_predicts_the_other(
     assert speed.tokens_per_second == pytest.approx(tokens, rel=0.02)
 
 
-def test_each_part_of_a_trace_scales_its_part_of_another_plan(tmp_path: Path) -> None:
+def test_each_part_of_a_trace_scales_its_part_of_another_plan(tmp_path):
     """Products take 2, attention 3, other kernels 4 and the update 5 times what is planned; the
     host adds a tenth.
     """
@@ -120,7 +120,7 @@ def test_each_part_of_a_trace_scales_its_part_of_another_plan(tmp_path: Path) ->
     assert 2 < after["recomputation"] / before["recomputation"] / 1.1 < 4
 
 
-def test_a_trace_of_a_cpu_is_divided_as_the_profiler_divides_it(tmp_path: Path) -> None:
+def test_a_trace_of_a_cpu_is_divided_as_the_profiler_divides_it(tmp_path):
     weight = torch.nn.Parameter(torch.randn(512, 512))
     optimizer = torch.optim.AdamW([weight], foreach=True)
     path = tmp_path / "iteration_2/rank0_trace.json"
@@ -146,9 +146,7 @@ def test_a_trace_of_a_cpu_is_divided_as_the_profiler_divides_it(tmp_path: Path) 
     assert sum(found.values()) == pytest.approx(step, rel=1e-3)
 
 
-def test_a_search_and_a_plan_name_the_run_that_they_take_rates_from(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_search_and_a_plan_name_the_run_that_they_take_rates_from(tmp_path, capsys):
     run = of("llama3_8b.toml", FULL)
     seconds = 2 * predict(run, H200).step_seconds
     folder = folder_of(tmp_path / "run", run, seconds)
@@ -171,9 +169,7 @@ def test_a_search_and_a_plan_name_the_run_that_they_take_rates_from(
         (3, '{"traceEvents": []}', "rank0_trace.json is no whole trace"),
     ],
 )
-def test_a_run_that_measured_nothing_is_refused(
-    tmp_path: Path, steps: int, trace: str, said: str
-) -> None:
+def test_a_run_that_measured_nothing_is_refused(tmp_path, steps, trace, said):
     folder = folder_of(tmp_path / "run", of("llama3_2_1b.toml"), 1.0, steps=steps)
     write_trace(folder, trace)
     with pytest.raises(ConfigError, match=said):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -48,7 +47,7 @@ def too_large() -> RuntimeError:
     return caught.value
 
 
-def test_memory_has_an_exit_code_of_its_own_wherever_it_was_missing() -> None:
+def test_memory_has_an_exit_code_of_its_own_wherever_it_was_missing():
     from torch._dynamo.exc import BackendCompilerFailed
 
     libraries = [
@@ -70,9 +69,7 @@ def test_memory_has_an_exit_code_of_its_own_wherever_it_was_missing() -> None:
     assert code_of(read) == read.exit_code, "it says more"  # type: ignore[attr-defined]
 
 
-def test_one_worker_of_a_machine_is_the_first_with_its_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_worker_of_a_machine_is_the_first_with_its_code(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "codes"))
     assert [report_code(code) for code in (LOST_PEER, OUT_OF_MEMORY, OUT_OF_MEMORY)] == [
         True,
@@ -86,9 +83,7 @@ def test_one_worker_of_a_machine_is_the_first_with_its_code(
     assert report_code(OUT_OF_MEMORY) and report_code(OUT_OF_MEMORY), "nobody knows"
 
 
-def test_the_row_of_the_start_report_stops_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_row_of_the_start_report_stops_nothing(monkeypatch):
     run = planned("llama3_1_8b.toml", 8)
     ((name, text),) = start_rows(run, 128_256, int(79.1 * GIB))
     peak = estimate(run).peak
@@ -108,7 +103,7 @@ def test_the_row_of_the_start_report_stops_nothing(
     ]
 
 
-def test_the_report_has_the_plan_and_its_remedies() -> None:
+def test_the_report_has_the_plan_and_its_remedies():
     run = planned("llama3_1_8b.toml", 8)
     error = caused(CallbackError("callback a:B failed"), ON_GPU)
     lines = memory_report(run, error, "log of step 3", 5, "cuda").splitlines()
@@ -125,7 +120,7 @@ def test_the_report_has_the_plan_and_its_remedies() -> None:
     assert lines[-1].endswith("logs/rank_5.log")
 
 
-def test_the_report_needs_neither_a_gpu_nor_a_plan() -> None:
+def test_the_report_needs_neither_a_gpu_nor_a_plan():
     run = planned("debug_model.toml", 1, "--model.vocab_size=2048")
     pinned = memory_report(run, RuntimeError("CUDA error: out of memory"), "start", 0, "cuda")
     assert pinned.startswith("out of memory of the GPU or pinned host memory, before")
@@ -140,6 +135,6 @@ def test_the_report_needs_neither_a_gpu_nor_a_plan() -> None:
     assert "There is no plan" in without
 
 
-def test_one_rank_of_a_machine_prints_the_report_where_no_launcher_decides() -> None:
+def test_one_rank_of_a_machine_prints_the_report_where_no_launcher_decides():
     store = HashStore()
     assert [first_here(store), first_here(store), first_here(None)] == [True, False, True]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -69,7 +68,7 @@ def with_memory(gib: float) -> Cluster:
     return replace(H100, gpu=replace(H100.gpu, memory=round(gib * GIB)))
 
 
-def test_the_best_settings_are_faster_and_fit_and_the_others_follow(result: SearchResult) -> None:
+def test_the_best_settings_are_faster_and_fit_and_the_others_follow(result):
     best, *rest = result.ranked
     assert not result.config_is_best
     assert best.rate > 1.2 * result.base.rate
@@ -80,17 +79,15 @@ def test_the_best_settings_are_faster_and_fit_and_the_others_follow(result: Sear
         assert plan.speed.tokens_per_second == candidate.rate
 
 
-def test_a_search_keeps_batch_and_numerics_and_offloads_nothing_without_need(
-    result: SearchResult,
-) -> None:
+def test_a_search_keeps_batch_and_numerics_and_offloads_nothing_without_need(result):
     for candidate in result.ranked:
         assert candidate.run.batch.tokens_per_step == 32 * 8192
         assert not [key for key in candidate.changes if key.startswith(FIXED) or key in OFFLOAD]
 
 
 def test_an_overlay_read_as_second_file_gives_the_settings_that_were_searched(
-    result: SearchResult, base: str, tmp_path: Path
-) -> None:
+    result, base, tmp_path
+):
     for candidate in result.ranked:
         (tmp_path / "overlay.toml").write_text(overlay(result, candidate))
         run = check_config(
@@ -100,9 +97,7 @@ def test_an_overlay_read_as_second_file_gives_the_settings_that_were_searched(
             assert name in ("job", "model") or getattr(run, name) == getattr(candidate.run, name)
 
 
-def test_a_search_tells_what_each_choice_brings(
-    result: SearchResult, base: str, tmp_path: Path
-) -> None:
+def test_a_search_tells_what_each_choice_brings(result, base, tmp_path):
     """By plans of the proposed file with one key changed, as a user would make them."""
     (tmp_path / "best.toml").write_text(overlay(result, result.ranked[0]))
     lines = search_text(result, Style(False)).splitlines()
@@ -125,7 +120,7 @@ def test_a_search_tells_what_each_choice_brings(
     assert search_text(refused, Style(False)).count("not valid here") == len(given)
 
 
-def test_a_run_in_phases_is_ranked_by_its_largest_steps(base: str) -> None:
+def test_a_run_in_phases_is_ranked_by_its_largest_steps(base):
     """A first phase of small steps, which would favour other settings, decides nothing."""
     phases = "--data.phase=[{step=11, global_batch_size=32}]"
     found = search([f"--job.config_file={base}", "--training.global_batch_size=4", phases], H100)
@@ -133,9 +128,7 @@ def test_a_run_in_phases_is_ranked_by_its_largest_steps(base: str) -> None:
         assert candidate.speed == make_plan(candidate.run, H100).legs[1].speed
 
 
-def test_settings_that_are_best_already_are_said_to_be(
-    result: SearchResult, base: str, tmp_path: Path
-) -> None:
+def test_settings_that_are_best_already_are_said_to_be(result, base, tmp_path):
     (tmp_path / "best.toml").write_text(search_text(result, Style(False)))
     again = search(["--job.config_file", base, str(tmp_path / "best.toml")], H100)
     assert again.config_is_best
@@ -145,7 +138,7 @@ def test_settings_that_are_best_already_are_said_to_be(
     )
 
 
-def test_a_search_keeps_offload_and_says_so_where_nothing_fits_without(base: str) -> None:
+def test_a_search_keeps_offload_and_says_so_where_nothing_fits_without(base):
     argv = [f"--job.config_file={base}"]
     lean = [*argv, "--training.loss_chunks=8", "--activation_checkpoint.mode=full"]
     leanest = needed_bytes(formula(check_config(lean, 4, training=False)[1]))
@@ -161,16 +154,14 @@ def test_a_search_keeps_offload_and_says_so_where_nothing_fits_without(base: str
     assert not search([*argv, "--training.enable_cpu_offload"], small).ranked
 
 
-def test_the_command_prints_the_best_settings(
-    base: str, capsys: pytest.CaptureFixture[str], result: SearchResult
-) -> None:
+def test_the_command_prints_the_best_settings(base, capsys, result):
     argv = ["plan", base, "--gpus=4", "--gpu=h100-80g", "--search"]
     assert main(argv) == exit_codes.DONE
     assert capsys.readouterr().out == search_text(result, Style(False)) + "\n"
     assert main([*argv, "--json"]) == exit_codes.CONFIG
 
 
-def test_sharding_recomputation_and_offload_make_room_for_larger_models() -> None:
+def test_sharding_recomputation_and_offload_make_room_for_larger_models():
     sizes = [plan_tables.width(flags, 2048) ** 3 for flags in plan_tables.RUNGS.values()]
     assert sizes == sorted(sizes)
     assert sizes[1] >= 4 * sizes[0]

@@ -70,7 +70,7 @@ def tp(ranks: int) -> str:
     return f"training.tensor_parallel_degree={ranks}"
 
 
-def test_gpus_are_found_by_key_by_a_part_of_it_and_by_the_name_of_the_device() -> None:
+def test_gpus_are_found_by_key_by_a_part_of_it_and_by_the_name_of_the_device():
     assert find_gpu("h100-80g") is find_gpu("NVIDIA H100 80GB HBM3") is H100
     assert find_gpu("NVIDIA H200") is GPUS["h200-141g"]
     assert find_gpu("L4").key == "l4-24g"
@@ -90,7 +90,7 @@ def test_gpus_are_found_by_key_by_a_part_of_it_and_by_the_name_of_the_device() -
             find_gpu(name)
 
 
-def test_a_cluster_is_that_of_the_command_or_of_the_launch_section() -> None:
+def test_a_cluster_is_that_of_the_command_or_of_the_launch_section():
     run = make(16, "launch.instance_type=ml.p5.48xlarge", "launch.nodes=2")
     found = cluster_of(run)
     assert (found.gpu, found.gpus_per_node, found.nodes, found.network) == (H100, 8, 2, 3200e9 / 8)
@@ -124,7 +124,7 @@ def test_a_cluster_is_that_of_the_command_or_of_the_launch_section() -> None:
         cluster_of(make(16))
 
 
-def test_the_parts_are_the_step_and_the_utilisation_is_that_of_the_logs() -> None:
+def test_the_parts_are_the_step_and_the_utilisation_is_that_of_the_logs():
     run = make(8, "training.batch_size=2", *OP)
     found = predict(run, cluster(8))
     assert sum(found.parts.values()) == pytest.approx(found.step_seconds)
@@ -142,7 +142,7 @@ def test_the_parts_are_the_step_and_the_utilisation_is_that_of_the_logs() -> Non
     }
 
 
-def test_features_move_the_speed_as_they_should() -> None:
+def test_features_move_the_speed_as_they_should():
     base = of(8, *OP).tokens_per_second
     compiled = of(8, *OP, "training.compile").tokens_per_second
     assert (
@@ -174,12 +174,12 @@ def test_features_move_the_speed_as_they_should() -> None:
     assert of(8, "training.enable_cpu_offload").tokens_per_second < base
 
 
-def test_recomputation_stops_before_the_last_product_where_torch_does() -> None:
+def test_recomputation_stops_before_the_last_product_where_torch_does():
     """The kernel log of the null GPU has 1.23 times the products of Llama 3 8B, and 1.33 of
     compiled halves.
     """
 
-    def left_out(*flags: str, config: str = "llama3_1_8b") -> tuple[float, float]:
+    def left_out(*flags, config="llama3_1_8b"):
         step = StepSizes(make(8, *FULL, *flags, config=config), cluster(8), IDEAL)
         f = block_forward(step)
         one = step.rates.collective(step.itemsize * step.tokens * step.width, step.mesh.tensor, 1)
@@ -195,7 +195,7 @@ def test_recomputation_stops_before_the_last_product_where_torch_does() -> None:
     assert left_out(config="mixtral_8x7b")[0] == 0
 
 
-def test_the_bytes_of_eager_casts_are_those_of_torchao() -> None:
+def test_the_bytes_of_eager_casts_are_those_of_torchao():
     rows, k, n = 512, 256, 1024
     x = torch.randn(rows, k, dtype=torch.bfloat16, requires_grad=True)
     linear = nn.Linear(k, n, bias=False, dtype=torch.bfloat16)
@@ -203,7 +203,7 @@ def test_the_bytes_of_eager_casts_are_those_of_torchao() -> None:
     forward = traffic.Traffic()
     backward = traffic.Traffic()
 
-    def size(found: object) -> int:
+    def size(found):
         return sum(t.nbytes for t in tree_leaves(found) if isinstance(t, torch.Tensor))
 
     with mock.patch.object(traffic, "_bytes", size):
@@ -221,7 +221,7 @@ def test_the_bytes_of_eager_casts_are_those_of_torchao() -> None:
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_fewer_ranks_share_experts_than_other_weights_and_rows_travel(tensor: int) -> None:
+def test_fewer_ranks_share_experts_than_other_weights_and_rows_travel(tensor):
     """Each rank has one of 8 experts, half of it: the other half is in the other machine. Tensor-
     parallel ranks route their part of the sequence each, to all 8 neighbours.
     """
@@ -241,7 +241,7 @@ def test_fewer_ranks_share_experts_than_other_weights_and_rows_travel(tensor: in
     assert step.traffic["expert traffic"](step) == pytest.approx(expected)
 
 
-def test_tensor_parallel_ranks_divide_the_work_of_moe_layers() -> None:
+def test_tensor_parallel_ranks_divide_the_work_of_moe_layers():
     """Shared experts and routed ones take a rank's part of the sequence."""
     seconds = []
     for degree in (1, 2):
@@ -260,7 +260,7 @@ def test_tensor_parallel_ranks_divide_the_work_of_moe_layers() -> None:
     "schedule, microbatches, idle",
     [("1F1B", 8, 7 / 8), ("GPipe", 16, 7 / 16), ("Interleaved1F1B", 8, 7 / 16)],
 )
-def test_the_bubble_is_that_of_the_schedule(schedule: str, microbatches: int, idle: float) -> None:
+def test_the_bubble_is_that_of_the_schedule(schedule, microbatches, idle):
     flags = (
         f"pipeline_parallel_schedule={schedule}",
         f"pipeline_parallel_microbatches={microbatches}",
@@ -274,7 +274,7 @@ def test_the_bubble_is_that_of_the_schedule(schedule: str, microbatches: int, id
     assert found.parts["pipeline bubble"] == pytest.approx(idle * busy)
 
 
-def test_mxfp8_counts_as_bf16_and_needs_a_gpu_that_has_it() -> None:
+def test_mxfp8_counts_as_bf16_and_needs_a_gpu_that_has_it():
     mx = (*FLOAT8, "float8.recipe_name=mxfp8")
     found = of(8, *mx, gpu="b200-180g")
     plain = of(8, "training.compile", gpu="b200-180g")
@@ -288,7 +288,7 @@ def test_mxfp8_counts_as_bf16_and_needs_a_gpu_that_has_it() -> None:
     assert of(8, *mx, "float8.emulate").step_seconds > 0
 
 
-def test_a_small_model_waits_for_the_host() -> None:
+def test_a_small_model_waits_for_the_host():
     found = of(1, "training.batch_size=1", "training.seq_len=128", config="llama3_2_1b")
     assert found.parts["launches"] > 0
     assert found.step_seconds - found.parts["optimizer"] == pytest.approx(
@@ -306,9 +306,7 @@ def test_a_small_model_waits_for_the_host() -> None:
         ("a100-80g", 64, ("training.batch_size=1", *OP), 2973),
     ],
 )
-def test_published_runs_lie_in_the_range(
-    gpu: str, world: int, flags: tuple[str, ...], published: float
-) -> None:
+def test_published_runs_lie_in_the_range(gpu, world, flags, published):
     found = of(world, "training.seq_len=8192", *flags, gpu=gpu)
     assert found.low <= published <= found.high, math.log(found.tokens_per_second / published)
 
@@ -330,9 +328,7 @@ KEMPNER = (
         (32, 4, 155917 / 32, 0.205),
     ],
 )
-def test_runs_that_the_fit_has_not_seen_lie_in_the_range(
-    world: int, tensor: int, published: float, error: float
-) -> None:
+def test_runs_that_the_fit_has_not_seen_lie_in_the_range(world, tensor, published, error):
     flags = [f"training.tensor_parallel_degree={tensor}", "training.batch_size=4"]
     flags += [
         f"training.global_batch_size={8 * world // tensor}",

@@ -69,6 +69,7 @@ def test_a_card_shows_spread_losses_and_the_formula_with_its_numbers(run):
     assert f"- a: {formula}" in lines
     assert lines[lines.index("## Gradients of the first step") + 2] == "- g"
     assert "- a: 2026-11-30, commit 0123456789ab with local changes" in lines
+    assert card.commit_of({"unknown": "not a git repository"}) == "unknown"
     assert "- a: `train.py --job.config_file=debug_model.toml`" in lines
     # A later call keeps what it does not name.
     assert card.write(page, {"a": {}}, {}).splitlines() == lines

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.support.pool import Pools
 from tests.support.tiny import EIGHT_STEPS
 from tests.support.whole_runs import make_trainer, outcome_of
 from titanlite.assembly import prediction
 from titanlite.assembly.prediction import KeptPrediction
 from titanlite.callbacks import Callback
 from titanlite.cli.main import main
-from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics import throughput
 from titanlite.resolve.load import check_config
 from titanlite.runs.attempts import read_attempts
@@ -48,7 +44,7 @@ class Clock(Callback):
             self.now += 0.02 if trainer.step >= self.slow else 0.01
 
 
-def _timed(world: DistEnv, folder: str, steps: int, slow: int) -> dict[str, Any]:
+def _timed(world, folder, steps, slow):
     clock = Clock(slow)
     with patch.object(throughput, "time", clock):
         trainer = make_trainer(world, folder, *FLAGS, f"--training.steps={steps}")
@@ -57,7 +53,7 @@ def _timed(world: DistEnv, folder: str, steps: int, slow: int) -> dict[str, Any]
         return outcome_of(trainer, folder)
 
 
-def kept(capsys: pytest.CaptureFixture[str], folder: Path, ranks: int, steps: int) -> Any:
+def kept(capsys, folder, ranks, steps):
     """Keep the plan of a run, with a rate that its clock meets; return what `plan --json` has."""
     words = ["debug_model.toml", *FLAGS, f"--training.steps={steps}", "--gpu", "h100-80g"]
     words += ["--gpus", str(ranks), f"--job.dump_folder={folder}", "--keep", "--json"]
@@ -72,8 +68,8 @@ def kept(capsys: pytest.CaptureFixture[str], folder: Path, ranks: int, steps: in
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_leaves_its_prediction_tells_it_once_after_exactly_fifty_steps(
-    pool: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int
-) -> None:
+    pool, tmp_path, capsys, ranks
+):
     plan = kept(capsys, tmp_path, ranks, 140)
     points = ((1, 20.0), (79, 20.0), (80, 0.2), (140, 0.2))
     curve = [{"step": step, "loss": 0.1, "low": 0.0, "high": high} for step, high in points]
@@ -104,9 +100,7 @@ def test_a_run_that_leaves_its_prediction_tells_it_once_after_exactly_fifty_step
     assert line in capsys.readouterr().out
 
 
-def test_a_run_as_predicted_raises_no_alarm(
-    pool: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_as_predicted_raises_no_alarm(pool, tmp_path, capsys):
     kept(capsys, tmp_path, 1, 300)
     curve = [{"step": step, "loss": 5.0, "low": 0.0, "high": 20.0} for step in (1, 300)]
     keep(tmp_path, loss={"steps": 300, "curve": curve})
@@ -116,7 +110,7 @@ def test_a_run_as_predicted_raises_no_alarm(
     assert attempt["predicted"].keys() == {"plan", "loss"} and attempt["state"] == "done"
 
 
-def _plan() -> dict[str, Any]:
+def _plan():
     return {
         "tokens_per_second": 100.0,
         "tokens_per_second_range": [80.0, 120.0],
@@ -126,15 +120,15 @@ def _plan() -> dict[str, Any]:
     }
 
 
-def test_each_episode_is_told_once_and_a_window_counts_all_its_steps(tmp_path: Path) -> None:
+def test_each_episode_is_told_once_and_a_window_counts_all_its_steps(tmp_path):
     run = SimpleNamespace(job=SimpleNamespace(dump_folder=str(tmp_path)))
-    watch = KeptPrediction(SimpleNamespace(run=run), None, None)  # type: ignore[arg-type]
+    watch = KeptPrediction(SimpleNamespace(run=run), None, None)
     watch._found = {"plan": _plan()}
     good, bad = {"tps": 130.0, "memory_gib": 11.9, "reserved_gib": 13.0}, 12.1
     outside = [*range(20, 80, 10), *range(90, 190, 10), 200, *range(220, 290, 10)]
     for step in range(10, 300, 10):
         figures = {**good, "memory_gib": bad if step in outside else 11.9}
-        watch.on_log(SimpleNamespace(step=step, validated=None), figures)  # type: ignore[arg-type]
+        watch.on_log(SimpleNamespace(step=step, validated=None), figures)
     rows = [json.loads(line) for line in (tmp_path / "guard.jsonl").read_text().splitlines()]
     assert [(row["step"], row["figure"], row["measured"]) for row in rows] == [
         (60, "memory_gib", bad),
@@ -143,40 +137,38 @@ def test_each_episode_is_told_once_and_a_window_counts_all_its_steps(tmp_path: P
     ]
 
 
-def test_on_a_gpu_the_start_makes_the_plan_that_the_command_makes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_on_a_gpu_the_start_makes_the_plan_that_the_command_makes(tmp_path, capsys):
     files = ["llama3_8b.toml", f"--job.dump_folder={tmp_path}"]
     assert main(["plan", *files, "--gpus", "8", "--gpu", "h200-141g", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     keep(tmp_path, plan={**plan, "world_size": 4})
     config = [f"--job.config_file={files[0]}", files[1]]
     run = check_config(config, 8, training=False, defer=True)[1]
-    parts: Any = SimpleNamespace(
+    parts = SimpleNamespace(
         run=run,
         world=SimpleNamespace(device=torch.device("cuda")),
         datasets=SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=128256)),
     )
-    metrics: Any = SimpleNamespace()
-    record: Any = AttemptRecord(tmp_path, 1, 0, 0, False)
-    attempts: Any = SimpleNamespace(record=record)
+    metrics = SimpleNamespace()
+    record = AttemptRecord(tmp_path, 1, 0, 0, False)
+    attempts = SimpleNamespace(record=record)
     watch = KeptPrediction(parts, attempts, metrics)
     ranks = SimpleNamespace(local_world_size=8)
     with (
         patch.object(prediction, "device_name", lambda _: "NVIDIA H200"),
         patch.object(prediction, "read_launch_env", lambda: ranks),
     ):
-        watch.on_start(SimpleNamespace(step=0, steps=run.steps))  # type: ignore[arg-type]
+        watch.on_start(SimpleNamespace(step=0, steps=run.steps))
     assert read(tmp_path) == {"plan": plan}
     assert metrics.planned_tps == plan["tokens_per_second"]
 
 
-def test_figures_are_compared_by_hand() -> None:
+def test_figures_are_compared_by_hand():
     curve = [
         {"step": 100, "loss": 5.0, "low": 4.0, "high": 6.0},
         {"step": 200, "loss": 4.0, "low": 3.5, "high": 4.5},
     ]
-    found: Any = {"plan": _plan(), "loss": {"curve": curve}}
+    found = {"plan": _plan(), "loss": {"curve": curve}}
     figures = {"tps": 50.0, "seconds_per_step": 4.0, "hours_left": 3.0, "validation_loss": 4.9}
     assert compare(found, figures, 125) == {
         "tps": (50.0, 100.0, 80.0, 120.0),
@@ -188,7 +180,7 @@ def test_figures_are_compared_by_hand() -> None:
     assert "validation_loss" not in compare(found, figures, 201)
 
 
-def test_a_damaged_prediction_counts_as_none(tmp_path: Path) -> None:
+def test_a_damaged_prediction_counts_as_none(tmp_path):
     for content in ("{", "[]", '{"plan": {"tokens_per_second": 0}}', '{"loss": {"curve": [1]}}'):
         (tmp_path / "prediction.json").write_text(content)
         assert read(tmp_path) == {}

@@ -1,15 +1,28 @@
-"""The first look at tokenizer and text, before there is any process. It imports numpy late."""
+"""The first look at tokenizer, text and model, before there is any process. It imports numpy and
+torch late.
+"""
 
 from __future__ import annotations
 
 from threading import Thread
 
 from titanlite.config.checks import is_there
-from titanlite.config.dataset_registry import BUNDLED_TOKENIZER_NAME
+from titanlite.config.dataset_registry import BUNDLED_IDS, BUNDLED_TOKENIZER_NAME
+from titanlite.config.errors import Problem
 from titanlite.run.config import RunConfig
 
 #: Number of records that are read of each text.
 _RECORDS = 8
+
+
+def name_problems(run: RunConfig) -> list[Problem]:
+    """Find classes and parameters that the config names and the model does not have."""
+    if run.training.fsdp_units in ("block", "root") and not run.optimizer.groups:
+        return []
+    from titanlite.assembly.preflight import fsdp_problems, optimizer_problems
+
+    args = run.model_args(BUNDLED_IDS)
+    return [*optimizer_problems(run, args), *fsdp_problems(run, args)]
 
 
 def first_look(run: RunConfig, seconds: float = 2.0) -> str:

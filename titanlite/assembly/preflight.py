@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from titanlite.config.dataset_registry import BUNDLED_IDS
 from titanlite.config.errors import Problem, refuse
 from titanlite.dist import ParallelismError
 from titanlite.resolve.model_rules import group_problems, tensor_problems
@@ -107,12 +106,6 @@ def fsdp_problems(run: RunConfig, args: Any) -> Iterator[Problem]:
         message = f"makes {inside[0]} an FSDP group, but {' and '.join(reasons)}"
         hint = 'take groups of a block or more: fsdp_units = "block"'
         yield Problem("does-not-fit", "training.fsdp_units", message, hint)
-
-
-def name_problems(run: RunConfig) -> list[Problem]:
-    """Find names of classes and parameters that the model lacks, before its tokenizer is known."""
-    args = run.model_args(BUNDLED_IDS)
-    return [*optimizer_problems(run, args), *fsdp_problems(run, args)]
 
 
 #: The vocabulary, on which the first depends, may be known only since the tokenizer is read.

@@ -28,8 +28,8 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.retention import quarantine
 from titanlite.checkpoint.store_paths import AnyPath, StoreError, to_path
 from titanlite.config import trust
-from titanlite.models.args import from_record
 from titanlite.models.families import get_spec
+from titanlite.models.recorded_args import from_record
 from titanlite.models.spec import ModelSpec
 from titanlite.runs.config_changes import config_changes
 

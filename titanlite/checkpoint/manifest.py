@@ -34,7 +34,6 @@ from titanlite.checkpoint.errors import CheckpointError as CheckpointError
 from titanlite.checkpoint.errors import NewerFormatError as NewerFormatError
 from titanlite.checkpoint.hf_files import is_torchtitan
 from titanlite.checkpoint.store_paths import AnyPath, StoreError, entries, files_in
-from titanlite.config.dataset_registry import may_be_hub_id
 from titanlite.config.urls import public_names
 from titanlite.runs import ATTEMPTS
 from titanlite.utils import human_bytes
@@ -436,7 +435,7 @@ def root_of(path: AnyPath) -> AnyPath:
     if path.is_file():
         raise CheckpointError(f"{path} is a file: name a run or its folder of checkpoints")
     hint = ""
-    if may_be_hub_id(str(path)):
+    if re.fullmatch(r"(?!assets/|outputs/)[\w-]+/\w[\w.-]*", str(path)):
         hint = f"; a model of the hub: hf download {path} --local-dir {path}"
     raise CheckpointError(f"{path}: no such folder{hint}")
 

@@ -95,8 +95,7 @@ def _check(arguments: argparse.Namespace) -> str:
             ranks = launch.nodes * machine_of(config)[1]
             why = "of section [launch]; --world-size N checks another number"
     config, run = resolve(config, ranks, problems, machine=arguments.strict, texts=True)
-    from titanlite.assembly.early_text_check import first_look
-    from titanlite.assembly.preflight import name_problems
+    from titanlite.assembly.early_text_check import first_look, name_problems
 
     refuse(placed(config, name_problems(run)))
     lines = [*_rows(config, run, why, arguments.style)]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titanlite import exit_codes
-from titanlite.assembly.preflight import name_problems
+from titanlite.assembly.early_text_check import name_problems
 from titanlite.cli.argument_parser import FLAGS, Commands, add_files, files_of, new_command
 from titanlite.config.checks import broken, closed_urls, missing_files, placed
 from titanlite.config.errors import Problem, refuse, unfit

@@ -36,10 +36,12 @@ REGISTERED = {
 
 
 def hub_text(name: str) -> HubText | None:
-    """Return the hub's data set of a registered name or an id; None: another name."""
+    """Return the hub's data set of a registered name or an id; None: another name, or a path below
+    folders of a checkout.
+    """
     if name in REGISTERED:
         return REGISTERED[name]
-    return HubText(name) if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else None
+    return HubText(name) if re.fullmatch(r"(?!assets/|outputs/)[\w.-]+/[\w.-]+", name) else None
 
 
 #: Value of `model.tokenizer_path` for the tokenizer that travels with titanlite, and its ids.
@@ -47,18 +49,12 @@ BUNDLED_TOKENIZER_NAME = "bundled"
 BUNDLED_IDS = 2304
 
 
-def may_be_hub_id(path: str) -> bool:
-    """Return whether a path that does not exist reads as "owner/name" of the hub."""
-    owner, slash, _ = path.partition("/")
-    local = ("", ".", "..", "assets", "outputs", "checkpoints")
-    return bool(slash and hub_text(path)) and owner not in local and not os.path.isdir(owner)
-
-
 def fetch_hint(path: str) -> str:
     """Return how to get a tokenizer in place of a path that does not exist."""
     if is_url(path):
         return "copy its files to a folder of this machine, and give that folder"
-    if not may_be_hub_id(path):
+    owner = path.partition("/")[0]
+    if hub_text(path) is None or owner in (".", "..") or os.path.isdir(owner):
         return 'give the path of a tokenizer, or "bundled" for that of debug models'
     return f"`hf download {path} --include 'tokenizer*' --local-dir {path}` fetches it"
 

@@ -106,14 +106,13 @@ def advice(job: Job) -> str:
 
 
 def follow(job: Job, number: str = "JOB") -> list[str]:
-    """Return how to follow, stop and continue the job."""
+    """Return how to follow and stop the job."""
     return [
         f"follow it with: tail -F {shlex.quote(str(job.folder / f'slurm-{number}.log'))}",
         (
             f"stop it with a checkpoint: scontrol update JobId={number} Requeue=0; scancel "
             f"--batch --signal=USR1 {number}"
         ),
-        f"continue it later: sbatch {shlex.quote(str(job.folder / FILE))}",
     ]
 
 
@@ -131,4 +130,4 @@ def submit(job: Job) -> str:
         raise LaunchError(f"sbatch did not take {file}: {done.stderr.strip()}")
     number = done.stdout.strip().partition(";")[0]
     told = f"job {number} is submitted: {job.launch.nodes} x {job.ranks} ranks"
-    return "\n".join([told, *follow(job, number)])
+    return "\n".join([told, *follow(job, number), f"continue it later: sbatch {shlex.quote(file)}"])

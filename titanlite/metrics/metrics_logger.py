@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -15,9 +13,10 @@ import torch.distributed as dist
 from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
 from titanlite.config.run_sections import Job, Metrics
 from titanlite.dist.dist_env import DistEnv
-from titanlite.metrics.step_line import SLOW_DATA, aws_fsdp_line, aws_fsdp_step, titan_line
+from titanlite.metrics.step_line import SLOW_DATA, titan_line
 from titanlite.metrics.throughput import Reading, Throughput, read_memory, reset_peak
 from titanlite.runs.jsonl import FILE, MetricsLog
+from titanlite.runs.record import free_name
 from titanlite.step import StepResult
 from titanlite.utils import human_time, logger
 
@@ -88,10 +87,7 @@ class MetricsLogger(Callback):
             if is_new:
                 earlier = folder / FILE
                 if earlier.exists() and earlier.stat().st_size:
-                    number = 1
-                    while (kept := folder / f"metrics-{number}.jsonl").exists():
-                        number += 1
-                    earlier.rename(kept)
+                    kept = earlier.rename(free_name(earlier))
                     logger.info(f"the metrics of an earlier run are kept as {kept}")
             self._jsonl = MetricsLog(folder / FILE)
             figures = {"validation": "validation_loss", "tasks": "eval_seconds"}
@@ -234,8 +230,8 @@ class MetricsLogger(Callback):
 
     def _show(self, step: int, row: Mapping[str, float], reading: Reading, waits: float) -> None:
         """waits: for data, in percent of the time."""
-        shown = {"step": step, "samples_per_second": reading.samples_per_second, **row}
-        shown["waits_percent"] = waits
+        samples = reading.samples_per_second
+        shown = {"step": step, "samples_per_second": samples, "waits_percent": waits, **row}
         if self.planned_tps:
             shown["plan_percent"] = 100 * row["tps"] / self.planned_tps
         if reading.seconds_left is not None:
@@ -243,13 +239,15 @@ class MetricsLogger(Callback):
         if self._metrics.log_style == "titan":
             logger.info(titan_line(shown), extra={"figures": shown})
         else:
+            from titanlite.metrics.aws_fsdp_lines import aws_fsdp_step
+
             self._print_aws_fsdp(103, aws_fsdp_step(shown))
 
     def _print_aws_fsdp(self, place: int, text: str) -> None:
-        """Print a line of the AWS FSDP samples, bare as its readers expect it."""
         if self._metrics.log_style == "aws_fsdp" and self._world.rank == 0:
-            with contextlib.suppress(OSError):  # a terminal that was closed
-                print(aws_fsdp_line(place, text, datetime.now()), flush=True)
+            from titanlite.metrics.aws_fsdp_lines import print_line
+
+            print_line(place, text)
 
     def _warn(self, step: int, waits: float, warning: str) -> None:
         # The first window has the start of the loader.

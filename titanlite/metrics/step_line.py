@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime
 
 from titanlite.utils import human_count, human_time
 
@@ -47,19 +46,3 @@ def titan_line(f: Figures) -> str:
     if "plan_percent" in f:
         fields.append(f"plan: {f['plan_percent']:.0f}%")
     return "  ".join(fields)
-
-
-def aws_fsdp_step(f: Figures) -> str:
-    """Return what the AWS FSDP samples say of a step."""
-    return (
-        f"Batch {f['step']} Loss: {f['loss']:.5f}, "
-        f"Speed: {f['samples_per_second']:.2f} samples/sec, lr: {f['lr']:.6f}"
-    )
-
-
-def aws_fsdp_line(place: int, text: str, now: datetime) -> str:
-    """Return a line of the AWS FSDP samples, which HyperPod's monitors look for.
-
-    place: the line of their train.py that prints it; parsers of such logs expect one.
-    """
-    return f"{now:%Y-%m-%d %H:%M:%S} I [train.py:{place}] {text}"

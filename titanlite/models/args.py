@@ -1,4 +1,4 @@
-"""From a config's numbers to a model's arguments, and from arguments to JSON and back.
+"""From a config's numbers to a model's arguments, and from arguments to JSON.
 
 No torch here.
 """
@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, fields, replace
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem
-from titanlite.config.trust import Origin, admit
 from titanlite.models.argument_fields import checked_fields, declared
 from titanlite.models.families import get_spec
 from titanlite.models.spec import ModelSpec, ShapeError, names_like, shown
-from titanlite.utils import is_dotted
 
 if TYPE_CHECKING:
     from titanlite.config.model_sections import Model
@@ -60,7 +58,7 @@ def resolve_args(  # noqa: PLR0913
             raise ShapeError(Problem("model", "overrides.max_seq_len", message))
     if changes.get("vocab_size", base.vocab_size) is None:
         changes["vocab_size"] = tokenizer_size
-    args = _made(lambda: replace(base, **changes))
+    args = made(lambda: replace(base, **changes))
     if tokenizer_size is not None and tokenizer_size > args.vocab_size:
         message = (
             f"the tokenizer has {tokenizer_size} entries but the model's vocabulary only "
@@ -136,7 +134,7 @@ def shape_of(model: Model) -> Any:
         message = f'"{FROM_FOLDER}" needs the folder to take {", ".join(missing)} from'
         advice = "name it as checkpoint.initial_load_path, or as model.hf_config"
         raise ShapeError(Problem("model", "flavor", message, advice))
-    return _made(lambda: cls(**given))
+    return made(lambda: cls(**given))
 
 
 def missing_fields(model: Model) -> list[str]:
@@ -153,45 +151,14 @@ def missing_fields(model: Model) -> list[str]:
 
 
 def as_record(family: str, args: Any) -> dict[str, Any]:
-    """Return a model as JSON; `from_record` reads it."""
+    """Return a model as JSON; `titanlite.models.recorded_args.from_record` reads it."""
     # Without classes of ours, which `torch.load` would refuse.
     record: dict[str, Any] = json.loads(json.dumps({"family": family, **asdict(args)}))
     return record
 
 
-def from_record(
-    record: Mapping[str, Any],
-    origin: Origin = Origin.OWN,
-    place: str = "",
-    key: str = "config.model.family",
-) -> tuple[str, Any]:
-    """Return family and arguments.
-
-    origin: who wrote the record. place, key: for messages.
-
-    Raises ShapeError for a record without a model, ConfigError for a foreign dotted path.
-    """
-    values = dict(record)
-    family = str(values.pop("family", None))
-    if values.get("final_softcap") == 0:  # of a version before 0.3
-        del values["final_softcap"]
-    if is_dotted(family):
-        from titanlite.config.trust_claims import code_claim
-
-        admit([code_claim(place, key, family)], origin)
-    cls = get_spec(family).args_class
-    checked = checked_fields(cls, values, "")
-    missing = []
-    for field in fields(cls):
-        is_required = field.default is MISSING and field.default_factory is MISSING
-        if is_required and field.name not in checked:
-            missing.append(field.name)
-    if missing:
-        raise ShapeError(f"{', '.join(missing)} is missing")
-    return family, _made(lambda: cls(**checked))
-
-
-def _made(make: Callable[[], Any]) -> Any:
+def made(make: Callable[[], Any]) -> Any:
+    """Return what `make` makes; any ValueError becomes a ShapeError."""
     try:
         return make()
     except ShapeError:

@@ -240,14 +240,15 @@ def _replace(path: Path, content: bytes | None, attempt: int) -> str | None:
         return None
     kept = None
     if old is not None:
-        kept = _free_name(path, max(attempt, 1))
+        kept = free_name(path, max(attempt, 1))
         path.rename(kept)
     if content is not None:
         atomic_write(path, content)
     return kept.name if kept else None
 
 
-def _free_name(path: Path, number: int) -> Path:
+def free_name(path: Path, number: int = 1) -> Path:
+    """Return a name beside a file that no file has: `metrics-1.jsonl`."""
     while (name := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
         number += 1
     return name

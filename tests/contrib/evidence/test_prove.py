@@ -42,7 +42,7 @@ def states(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_the_debug_model_is_proved_and_each_fault_is_found(proof: Path) -> None:
+def test_the_debug_model_is_proved_and_each_fault_is_found(proof):
     assert states(proof) == {**dict.fromkeys(CHECKS, HOLDS), **dict.fromkeys(CONTROLS, FOUND)}
     found = json.loads((proof / "proof.json").read_text())
     assert found["verdict"] == "proved" and int(found["about"]["seconds"]) > 0
@@ -111,14 +111,7 @@ def judge(
         ("ranks", "batch", "failed"),
     ],
 )
-def test_a_proof_with_a_run_in_place_of_another(
-    proof: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    like: str,
-    said: str,
-) -> None:
+def test_a_proof_with_a_run_in_place_of_another(proof, tmp_path, monkeypatch, name, like, said):
     code, page = judge(proof, tmp_path, monkeypatch, name, like)
     assert (code == 0) == (said == "proved")
     assert f'<span class="{said}">{said}</span>' in page
@@ -144,13 +137,7 @@ def test_a_proof_with_a_run_in_place_of_another(
         ([NOT_RUN], [HOLDS], [], "void"),
     ],
 )
-def test_the_verdict_and_its_page(
-    tmp_path: Path,
-    controls: list[str],
-    others: list[str],
-    left_out: list[str],
-    expected: str,
-) -> None:
+def test_the_verdict_and_its_page(tmp_path, controls, others, left_out, expected):
     checks = [Check("a", "<claim>", state=state, note="a < b") for state in others]
     checks += [Check("b", "fault", True, state) for state in controls]
     copy = SimpleNamespace(left_out=set(left_out), changes={"a.b": "1 -> 2"})
@@ -176,9 +163,7 @@ COPIES = [
 
 
 @pytest.mark.parametrize(("file", "flags", "ranks", "values"), COPIES)
-def test_a_tiny_copy_has_the_features_of_its_config(
-    file: str, flags: list[str], ranks: int, values: dict[str, object]
-) -> None:
+def test_a_tiny_copy_has_the_features_of_its_config(file, flags, ranks, values):
     config, _ = read([f"--job.config_file={file}", *flags])
     found = tiny_copy(config, 4, "/runs")
     assert found.run.mesh.world_size == ranks and found.left_out == set()
@@ -191,7 +176,15 @@ def test_a_tiny_copy_has_the_features_of_its_config(
     assert "model.overrides.dim" in found.changes or "model.overrides.hidden_size" in found.changes
 
 
-def test_a_feature_of_gpus_is_named() -> None:
+def test_changes_have_no_secrets():
+    flags = ["--launch.environment.HF_TOKEN=hf_secret", "--training.dataset_path=s3://a:b@c/d"]
+    config, _ = read(["--job.config_file=debug_model.toml", *flags])
+    found = tiny_copy(config, 4, "/runs").changes
+    assert "launch.environment.HF_TOKEN" in found and "training.dataset_path" in found
+    assert "hf_secret" not in str(found) and "a:b" not in str(found)
+
+
+def test_a_feature_of_gpus_is_named():
     flags = ["--experimental.enable_async_tensor_parallel", "--training.compile"]
     words = ["--job.config_file=debug_model.toml", "--training.tensor_parallel_degree=2", *flags]
     found = tiny_copy(read(words)[0], 4, "/runs")

@@ -110,7 +110,16 @@ def test_one_altered_record_is_found(good: Path, tmp_path: Path, name: str) -> N
     assert states[where] == "fails"
 
 
-def test_other_data_and_missing_checkpoints_are_told(good: Path, tmp_path: Path) -> None:
+def test_missing_checkpoints_are_told(good: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(good, folder, ignore=shutil.ignore_patterns("checkpoint"))
+    code, states, notes = judged(folder, tmp_path / "out")
+    assert code == 1 and "has kept no checkpoint" in notes
+    assert "no checkpoint tells the batch" in notes
+    assert [states[name] for name in ("record", "saves", "data")] == ["holds", "not run", "not run"]
+
+
+def test_other_data_are_told(good: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(good, folder)
     edit("config.toml", 'dataset = "c4_test"', 'dataset = "c4_validation"')(folder)

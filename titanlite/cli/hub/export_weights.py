@@ -50,7 +50,7 @@ from titanlite.config.trust import Origin, foreign
 from titanlite.data.tokenizer.export_files import hf_files
 from titanlite.features.lora.settings import RECORD
 from titanlite.models import get_spec
-from titanlite.models.args import from_record
+from titanlite.models.recorded_args import from_record
 from titanlite.models.spec import ModelSpec, ShapeError
 from titanlite.utils import human_bytes
 

@@ -42,15 +42,12 @@ class Bench:
     environment: Mapping[str, str]
 
     def train(self, name: str, *flags: str, ranks: int = 0) -> Path:
-        """Train a run to its end; return its folder. Raises RunFailed."""
+        """Return the run's folder. Raises RunFailed."""
         self.finish(name, self._words(name, flags), ranks)
         return self.folder / name
 
     def killed(self, name: str, steps: int) -> Path:
-        """Train a run until it has logged so many steps, and kill all its ranks at once.
-
-        Raises RunFailed where it ended before.
-        """
+        """Kill all ranks of a run at once when it has logged so many steps. Raises RunFailed."""
         console = self._console(name)
         child = start(self._command(self._words(name)), console, self.environment)
         try:
@@ -67,11 +64,11 @@ class Bench:
         return self.folder / name / "checkpoint" / f"step-{step}"
 
     def copied(self, source: str, step: int, name: str) -> Path:
-        """Copy a checkpoint of one run to another; return its folder."""
+        """Return the copy of a run's checkpoint in another run."""
         return Path(shutil.copytree(self.saved(source, step), self.saved(name, step)))
 
     def finish(self, name: str, words: Sequence[str], ranks: int = 0) -> str:
-        """Run a command to its end; return its output. Raises RunFailed."""
+        """Return a command's output. Raises RunFailed."""
         console = self._console(name)
         code = run(self._command(words, ranks), console, environment=self.environment)
         if code:

@@ -18,6 +18,7 @@ from titanlite.checkpoint.loaded import WEIGHT
 from titanlite.checkpoint.manifest import digest_of, find, read_manifest
 from titanlite.cli.hub.compare_checkpoints import our_logits
 from titanlite.config.dataset_registry import BUNDLED_IDS
+from titanlite.config.errors import ConfigError
 from titanlite.contrib.evidence.bench import Bench, RunFailed
 from titanlite.contrib.evidence.facts import (
     Facts,
@@ -28,6 +29,7 @@ from titanlite.contrib.evidence.facts import (
 )
 from titanlite.contrib.evidence.faults import Fault, flips, inject, other_generator, stale
 from titanlite.contrib.evidence.tiny import HALF, STEPS
+from titanlite.data import DataError
 from titanlite.run.config import RunConfig
 
 HOLDS, FAILS, NOT_RUN, IDLE = "holds", "fails", "not run", "does not apply"
@@ -82,8 +84,9 @@ def made(name: str, claim: str, do: Callable[[Check], bool], is_control: bool = 
     try:
         states = (FOUND, MISSED) if is_control else (FAILS, HOLDS)
         check.state = states[do(check)]
-    except (RunFailed, CheckpointError) as error:
-        check.state = NOT_RUN if error.exit_code == exit_codes.CONFIG else FAILS
+    except (RunFailed, CheckpointError, ConfigError, DataError, OSError) as error:
+        is_missing = exit_codes.own_code(error) in (None, exit_codes.CONFIG)
+        check.state = NOT_RUN if is_missing else FAILS
         check.note = str(error)
     except Skipped as error:
         check.state, check.note = error.args

@@ -1,4 +1,4 @@
-"""What a run computed, as names and values that two runs must share bit for bit."""
+"""What a run computed, by name."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ _FIGURES = ("loss", "grad_norm", "lr", "tokens_seen", "validation_loss")
 
 
 def facts_of(run: Path, after: int, last: int) -> Facts:
-    """Return the hashes of the batches behind the steps `after` to `last`, the figures of these
-    steps but the first, and the tensors that were saved last.
-    """
+    """Return batches, figures and tensors of the steps behind `after` to `last`."""
     found: dict[str, Any] = {}
     root = run / "checkpoint"
     for step in steps_in(root):
@@ -54,7 +52,7 @@ def hashes(facts: Facts) -> dict[str, Any]:
 
 
 def distance(one: Facts, other: Facts) -> float:
-    """Return the largest relative difference of a loss, weight or moment, as vectors."""
+    """Return the largest relative difference of a loss, weight or moment."""
     found = 0.0
     for name, value in one.items():
         is_number = isinstance(value, torch.Tensor) and value.is_floating_point()

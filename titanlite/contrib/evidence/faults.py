@@ -23,7 +23,7 @@ Fault = Callable[[MetadataIndex, torch.Tensor], bool]
 
 
 def inject(folder: Path, fault: Fault, everywhere: bool = False) -> bool:
-    """Change the first part that a fault changes, or all; return whether there is one."""
+    """Change the first part that a fault can change, or all; return whether there is one."""
     manifest = read_manifest(folder)
     found = False
     for index, place, part in _parts(folder):

@@ -1,6 +1,4 @@
-"""`titanlite prove`: runs of a tiny copy of a config are compared bit for bit, and faults are put
-into some, which must be found. With --run: the records of a finished run are compared.
-"""
+"""`titanlite prove`: compares runs of a tiny copy of a config, or the records of a run."""
 
 from __future__ import annotations
 
@@ -97,7 +95,7 @@ def report(
     about: Callable[[], Mapping[str, str]] = dict,
     tiny: TinyCopy | None = None,
 ) -> tuple[str, int]:
-    """Make the checks, tell of each, and write the page; return the verdict and the exit code."""
+    """Make the checks and write the page; return its verdict and the exit code."""
     from titanlite.contrib.evidence.page import PROVED, verdict, write
 
     began = time.perf_counter()

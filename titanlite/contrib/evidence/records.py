@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.loaded import RESUME
 from titanlite.checkpoint.manifest import Manifest, root_of, step_folder, steps_in
 from titanlite.cli.checkpoint_folders import verify
@@ -49,7 +50,10 @@ class Records:
         yield "damaged lines", self._run.problems, ()
 
     def _checkpoints(self) -> Pairs:
-        root = root_of(self._folder)
+        try:
+            root = root_of(self._folder)
+        except CheckpointError as error:
+            raise Skipped(NOT_RUN, str(error)) from None
         for step in steps_in(root):
             manifest, problems = verify(step_folder(root, step))
             yield f"step {step}", problems, []
@@ -77,8 +81,7 @@ class Records:
         for one in told:
             yield f"verdict at step {one['step']}", one["verified"], True
             if manifest := self._saves.get(one["step"]):
-                batch = manifest.train[RESUME]["next_batch"]
-                yield f"batch of step {one['step'] + 1}", one["next_batch"], batch
+                yield f"batch of step {one['step'] + 1}", one["next_batch"], _next(manifest)
 
     def _data(self) -> Pairs:
         from titanlite.assembly.datasets import read_training_text
@@ -94,10 +97,18 @@ class Records:
         if run.data.phase or text.state_dict():
             raise Skipped(NOT_RUN, "streams and phases are not read again")
         skip = ranges_of_steps(run.data.skip_steps, run.course)
-        for step, manifest in self._saves.items():
+        told = {step: manifest for step, manifest in self._saves.items() if _next(manifest)}
+        if not told:
+            raise Skipped(NOT_RUN, "no checkpoint tells the batch that was to come")
+        for step, manifest in told.items():
             first = manifest.train["data"]["next_sequence"]
             found = step_hash(text, first, run.course.size(step + 1).rows, skip=skip)
-            yield f"batch of step {step + 1}", found, manifest.train[RESUME]["next_batch"]
+            yield f"batch of step {step + 1}", found, _next(manifest)
+
+
+def _next(manifest: Manifest) -> str | None:
+    """Return the hash of the batch behind a checkpoint."""
+    return (manifest.train.get(RESUME) or {}).get("next_batch")
 
 
 def compared(pairs: Callable[[], Pairs]) -> Callable[[Check], bool]:
@@ -105,7 +116,9 @@ def compared(pairs: Callable[[], Pairs]) -> Callable[[Check], bool]:
 
     def do(check: Check) -> bool:
         found = list(pairs())
-        wrong = [f"{name}: {one} and {other}" for name, one, other in found if one != other]
+        wrong = [
+            f"{name}: {one!s:.200} and {other!s:.200}" for name, one, other in found if one != other
+        ]
         check.left, check.right = counted(len(found), "pairs"), f"{len(wrong)} differ"
         check.note = "; ".join(wrong)
         return not wrong

@@ -17,6 +17,7 @@ from titanlite.resolve.load import resolve, smallest_world
 from titanlite.run.config import RunConfig
 from titanlite.run.derive import degrees_of, derive
 from titanlite.runs.config_changes import config_changes, config_values
+from titanlite.runs.provenance import public_config
 
 #: Steps of each run, and the last one before another run goes on from its checkpoint.
 STEPS = 12
@@ -139,7 +140,8 @@ def tiny_copy(config: LoadedConfig, most: int, folder: str, gpus: int = 0) -> Ti
     small, run = resolve(small.changed(_batch(derive(small, ranks))), ranks)
     left_out = {feature.key for feature in whole.features.on}
     left_out -= {"eval.tasks", "checkpoint.hub", *(feature.key for feature in run.features.on)}
-    return TinyCopy(small, run, config_changes(config.to_toml(), small.to_toml()), left_out)
+    texts = [public_config(one.to_toml()) for one in (config, small)]
+    return TinyCopy(small, run, config_changes(*texts), left_out)
 
 
 def _texts(d: Config) -> dict[str, Any]:

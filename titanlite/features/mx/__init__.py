@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 #: How the keys of GPUs with MX units begin (`titanlite.plan.hardware.GPUS`).
-_GPUS = ("b200",)
+_GPUS = ("b200", "b300")
 
 
 class MXFeature(Float8Feature):

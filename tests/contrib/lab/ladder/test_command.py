@@ -117,7 +117,7 @@ def test_the_report_has_the_law_its_check_and_the_loss_of_the_file(tmp_path: Pat
     assert out.count("+0.00") + out.count("-0.00") >= len(SIZES) * len(HORIZONS)
 
 
-def test_the_curve_has_the_law_of_steps_before_the_decay(tmp_path: Path) -> None:
+def test_the_curve_has_the_law_of_steps_before_the_decay(tmp_path):
     # Losses at a constant rate are a tenth higher.
     held = [replace(point, loss=1.1 * point.loss) for point in made_up(horizons=(0.02, 0.1, 0.2))]
     _, result = predicted(made_up(), target(tmp_path), held)

@@ -41,7 +41,7 @@ def values(rung: Rung) -> Mapping[str, Any]:
     return found
 
 
-def test_each_size_has_a_trunk_and_shorter_branches_from_it(tmp_path: Path) -> None:
+def test_each_size_has_a_trunk_and_shorter_branches_from_it(tmp_path):
     found = rungs(target(tmp_path))
     assert [rung.name for rung in found] == list(NAMES)
     for trunk, branch in zip(found[::2], found[1::2], strict=True):
@@ -69,7 +69,7 @@ def test_each_size_has_a_trunk_and_shorter_branches_from_it(tmp_path: Path) -> N
         assert member.flags[-1] == f"--checkpoint.initial_load_path={folder}"
 
 
-def test_rates_and_batches_follow_the_size(tmp_path: Path) -> None:
+def test_rates_and_batches_follow_the_size(tmp_path):
     aim = target(tmp_path)
     for rung in rungs(aim):
         share = rung.parameters / aim.parameters
@@ -87,7 +87,7 @@ def checked(aim: Target, folder: Path) -> list[RunConfig]:
     return check_members(trunks, [*aim.files, *DEFAULTS, *aim.flags], folder, 1)
 
 
-def test_the_lowest_rate_follows_the_size_as_the_rate_does(tmp_path: Path) -> None:
+def test_the_lowest_rate_follows_the_size_as_the_rate_does(tmp_path):
     aim = target(tmp_path, "--lr_scheduler.min_lr=1e-4")
     for rung in rungs(aim):
         floor = float(values(rung)["lr_scheduler.min_lr"])
@@ -97,12 +97,12 @@ def test_the_lowest_rate_follows_the_size_as_the_rate_does(tmp_path: Path) -> No
     assert "lr_scheduler.min_lr" not in values(rungs(target(tmp_path))[0])
 
 
-def test_under_mup_all_models_have_the_rate_of_the_file(tmp_path: Path) -> None:
+def test_under_mup_all_models_have_the_rate_of_the_file(tmp_path):
     found = checked(target(tmp_path, "--mup.base_dim=16"), tmp_path)
     assert {(one.optimizer.lr, one.mup.base_dim) for one in found} == {(1e-3, 16)}
 
 
-def test_batches_are_whole_micro_batches_of_all_ranks(tmp_path: Path) -> None:
+def test_batches_are_whole_micro_batches_of_all_ranks(tmp_path):
     flags = ("--training.global_batch_size=60", "--ladder.tokens_per_parameter=[0.5,1]")
     for rung in rungs(target(tmp_path, *flags, nproc=3)):
         micro = int(values(rung)["training.batch_size"])
@@ -110,7 +110,7 @@ def test_batches_are_whole_micro_batches_of_all_ranks(tmp_path: Path) -> None:
         assert 1 <= micro <= 4
 
 
-def test_each_seed_has_runs_of_its_own(tmp_path: Path) -> None:
+def test_each_seed_has_runs_of_its_own(tmp_path):
     found = rungs(target(tmp_path, "--ladder.seeds=2"))
     assert len(found) == 12
     assert found[0].name == f"{NAMES[0]}-s5"
@@ -118,7 +118,7 @@ def test_each_seed_has_runs_of_its_own(tmp_path: Path) -> None:
     assert {rung.trunk for rung in found[2:4]} == {None, f"{NAMES[0]}-s6"}
 
 
-def test_the_models_of_a_ladder_are_not_saved_where_the_run_of_the_file_is(tmp_path: Path) -> None:
+def test_the_models_of_a_ladder_are_not_saved_where_the_run_of_the_file_is(tmp_path):
     keys = {"enable_checkpoint": "true", "hub": '"ada/big"', "hub_every": "100"}
     keys |= {"local_folder": '"/local"', "interval": "100", "local_interval": "50"}
     table = "\n[checkpoint]\n" + "\n".join(f"{key} = {value}" for key, value in keys.items())
@@ -138,6 +138,6 @@ def test_the_models_of_a_ladder_are_not_saved_where_the_run_of_the_file_is(tmp_p
         ("--lora.rank=4", "lora.rank"),
     ],
 )
-def test_ladders_that_cannot_be_are_refused(tmp_path: Path, flag: str, message: str) -> None:
+def test_ladders_that_cannot_be_are_refused(tmp_path, flag, message):
     with pytest.raises((LadderError, ConfigError), match=message):
         rungs(target(tmp_path, flag))
