@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -80,9 +79,7 @@ class Bench:
         return ["train", "--job.config_file", str(self.config), own, *flags]
 
     def _command(self, words: Sequence[str], ranks: int = 0) -> list[str]:
-        if (ranks or self.ranks) > 1:
-            return torchrun.command(ranks or self.ranks, words)
-        return [sys.executable, "-m", "titanlite", *words]
+        return torchrun.command(ranks or self.ranks, words)
 
     def _console(self, name: str) -> Path:
         console = self.folder / name / CONSOLE

@@ -77,7 +77,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         tiny = tiny_copy(config, arguments.nproc or max(gpus, RANKS), str(runs), gpus)
         atomic_write(runs / "config.toml", tiny.config.to_toml(defaults=False))
         ranks = tiny.run.mesh.world_size
-        environment = training_environment("cuda" if ranks <= gpus else "cpu")
+        environment = training_environment()
         if ranks > gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         tell(f"{ranks} ranks; output of the runs: {runs}/*/{CONSOLE}")
