@@ -9,8 +9,8 @@ from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.loaded import RESUME
 from titanlite.checkpoint.manifest import Manifest, root_of, step_folder, steps_in
 from titanlite.cli.checkpoint_folders import verify
+from titanlite.config import trust
 from titanlite.config.load import read_text
-from titanlite.config.trust import foreign
 from titanlite.contrib.evidence.checks import IDLE, NOT_RUN, Check, Skipped, made
 from titanlite.resolve.load import resolve
 from titanlite.runs import ATTEMPTS
@@ -90,7 +90,8 @@ class Records:
         from titanlite.data.tokenizer import load_tokenizer
 
         path = self._folder / CONFIG
-        config, problems = read_text(path.read_text(encoding="utf-8"), path, (), foreign(False))
+        toml = path.read_text(encoding="utf-8")
+        config, problems = read_text(toml, path, (), trust.foreign(False))
         ranks = self._run.attempts[-1].get("ranks")
         run = resolve(config, ranks, problems, machine=True, texts=True)[1]
         text = read_training_text(run, load_tokenizer(run.model.tokenizer_path, run.model.name))
