@@ -105,29 +105,25 @@ def start(
         )
 
 
-def run(  # noqa: PLR0913
+def run(
     command: Sequence[str],
     console: Path,
     *,
     environment: Mapping[str, str] | None = None,
-    folder: Path | None = None,
-    seconds: float | None = None,
-    ask: signal.Signals = signal.SIGTERM,
     grace: float = GRACE_SECONDS,
 ) -> int:
     """Run a command as `start` does, to its end; return its exit code.
 
-    An exception meanwhile, such as Stopped, ends the command first: it gets the signal `ask`, and
-    `grace` seconds. If two signals come, the first one is raised. Raises OSError, and
-    subprocess.TimeoutExpired after `seconds`.
+    An exception meanwhile, such as Stopped, ends the command first, within `grace` seconds. If two
+    signals come, the first one is raised. Raises OSError.
     """
-    process = start(command, console, environment, folder)
+    process = start(command, console, environment)
     try:
-        return process.wait(seconds)
+        return process.wait()
     except BaseException:
         # A second signal ends the command sooner, but the first one is the reason.
         with contextlib.suppress(Stopped):
-            end(process, ask, grace)
+            end(process, grace=grace)
         raise
 
 

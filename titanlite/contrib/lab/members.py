@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite import exit_codes, torchrun
+from titanlite.config import trust
 from titanlite.config.errors import ConfigError, Problem, refuse
 from titanlite.config.load import read_text
 from titanlite.config.loaded import LoadedConfig
-from titanlite.config.trust import foreign
 from titanlite.contrib.processes import (
     Stopped,
     last_lines,
@@ -125,7 +125,7 @@ def _changes(config: LoadedConfig, run: RunConfig, own: Path) -> list[Problem]:
     except FileNotFoundError:
         return []
     # Of an older titanlite it may have other keys.
-    before = read_text(old, own / CONFIG, origin=foreign(False))[0]
+    before = read_text(old, own / CONFIG, origin=trust.foreign(False))[0]
     found = config_changes(before.to_toml(), provenance.public_config(config.to_toml()))
     told = {key: change for key, change in found.items() if not key.startswith(_MAY_DIFFER)}
     attempts = read_attempts(own)
