@@ -31,10 +31,7 @@ class Stopped(SystemExit):
 
     def __init__(self, number: int) -> None:
         super().__init__(exit_codes.after_signal(number))
-        self.number = number
-
-    def __str__(self) -> str:
-        return signal.Signals(self.number).name
+        self.name = signal.Signals(number).name
 
 
 @contextlib.contextmanager

@@ -175,7 +175,7 @@ def _run(member: Member, config_args: Sequence[str], folder: Path, nproc: int) -
     try:
         code = run(command, own / CONSOLE, environment=environment, grace=GRACE_SECONDS)
     except Stopped as stop:
-        tell(f"stopped by {stop}: the run has saved and ended; the same command goes on")
+        tell(f"stopped by {stop.name}: the run has saved and ended; the same command goes on")
         raise
     result = result_of(member, folder, code)
     lines = [f"{result.name} {result.state} after step {result.steps} {result.reason}".rstrip()]
