@@ -130,6 +130,8 @@ def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
         (2, ["--training.gradient_sync=every"]),
         (2, [DDP]),
         (4, [HSDP]),
+        (4, [*EP, HSDP]),
+        (4, [*PP, HSDP]),
         (2, [CP]),
         (2, [TP]),
         (2, EP),
