@@ -164,6 +164,10 @@ def test_a_run_whose_steps_all_run_twice_is_the_same(pool, tmp_path, ranks, flag
         (2, EP, Flip("gradient", 1, module=WO), [1]),
         (4, [TP], Flip("activation", 2), [2, 3]),
         (4, [TP], Flip("weight", 1), [0, 1]),
+        (2, [DDP], Flip("reduced", 1, None), [0, 1]),
+        (4, [HSDP], Flip("reduced", 1, None), [1, 3]),
+        (4, [DDP], Flip("reduced", 1, None), [1]),
+        (4, [DDP], Flip("reduced", 1, None, step=1), [1]),
     ],
 )
 def test_a_flipped_bit_is_found_and_named(pool, tmp_path, ranks, flags, flip, named):
@@ -172,35 +176,13 @@ def test_a_flipped_bit_is_found_and_named(pool, tmp_path, ranks, flags, flip, na
     assert found[0]["code"] == exit_codes.CORRUPTION
     error = found[0]["error"]
     where = f" on {name_ranks(named)} ({'; '.join([f'{socket.gethostname()}, cpu'] * len(named))})"
-    assert error.startswith(f"step 3: a second forward and backward pass gave other bits{where}")
+    how, what = "a second forward and backward pass gave", "the gradient"
+    if flip.kind == "reduced":
+        how, what = "the gradients of replicas have", "the summed gradient"
+    assert error.startswith(f"step {flip.step}: {how} other bits{where}")
     assert "debug.deterministic" not in error
-    if flip.kind == "gradient":
-        assert f"first in the gradient of {flip.module}.weight. " in error
-    (event,) = found[0]["events"]
-    assert (event["kind"], event["ranks"], event["action"]) == ("corruption", named, "stop")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "flags", "step", "named"),
-    [
-        (2, [DDP], 3, [0, 1]),
-        (4, [HSDP], 3, [1, 3]),
-        (4, [HSDP, TP], 3, [1, 3]),
-        (4, [DDP], 3, [1]),
-        (4, [DDP], 1, [1]),
-    ],
-)
-def test_replicas_with_other_gradients_are_named(pool, tmp_path, ranks, flags, step, named):
-    """A fault of both passes."""
-    flip = Flip("reduced", 1, turn=None, step=step)
-    found = pool(ranks).run(_train, str(tmp_path), flip, "--sdc.freq=3", *flags)
-    assert {one["error"] for one in found} == {found[0]["error"]}
-    assert found[0]["code"] == exit_codes.CORRUPTION
-    error = found[0]["error"]
-    assert error.startswith(f"step {step}: the gradients of replicas have other bits on ")
-    assert f"on {name_ranks(named)} (" in error
-    assert f"first in the summed gradient of {W2}.weight. " in error
-    assert "debug.deterministic" not in error
+    if flip.kind in ("gradient", "reduced"):
+        assert f"first in {what} of {flip.module}.weight. " in error
     (event,) = found[0]["events"]
     assert (event["kind"], event["ranks"], event["action"]) == ("corruption", named, "stop")
     assert event["hosts"] == [socket.gethostname()]
