@@ -86,6 +86,10 @@ class KeptPrediction(Callback):
         except Exception as error:
             logger.info(f"no plan is kept: {error}")
 
+    def on_rollback(self, trainer: Trainer) -> None:
+        self._step = trainer.step
+        self._outside.clear()
+
     def on_log(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
         steps = trainer.step - self._step
         self._step = trainer.step
