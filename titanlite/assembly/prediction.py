@@ -32,10 +32,7 @@ PATIENCE = 50
 
 
 class KeptPrediction(Callback):
-    """Records what was predicted of this run, and compares it with each logged step.
-
-    It works on rank 0 alone. On a GPU it makes a plan where none of this run is kept.
-    """
+    """On rank 0. On a GPU it makes a plan where none of this run is kept."""
 
     def __init__(
         self, parts: TrainingComponents, attempts: AttemptRecord, metrics: MetricsLogger

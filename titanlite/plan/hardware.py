@@ -234,7 +234,7 @@ def ranks_of(
     gpus: int | None = None,
     nodes: int | None = None,
 ) -> int:
-    """Return the GPUs that are given, else those of section `[launch]`; 8 of an unknown machine."""
+    """Return the given GPUs, else those of `[launch]`; 8 of an unknown machine."""
     kind = instance or ("" if gpu else launch.instance_type)
     size = find_instance(kind).gpus if kind else launch.gpus_per_node
     return gpus or (nodes or launch.nodes) * (size or DEFAULT_GPUS_PER_NODE)
