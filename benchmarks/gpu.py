@@ -199,18 +199,14 @@ class Bench:
         log.parent.mkdir(parents=True, exist_ok=True)
         left = self.deadline - time.monotonic() - GRACE
         cache = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor")}
+        process = processes.start(command, log, {**cache, **os.environ}, ROOT)
         try:
-            return processes.run(
-                command,
-                log,
-                environment={**cache, **os.environ},
-                folder=ROOT,
-                seconds=None if left == float("inf") else max(left, 1),
-                ask=signal.SIGINT,
-                grace=GRACE,
-            )
-        except subprocess.TimeoutExpired:
-            return None
+            return process.wait(None if left == float("inf") else max(left, 1))
+        except BaseException as error:
+            processes.end(process, signal.SIGINT, GRACE)
+            if isinstance(error, subprocess.TimeoutExpired):
+                return None
+            raise
 
     def facts(self) -> dict[str, Any]:
         """Return what the device is, asked once a call by a process of its own."""

@@ -89,7 +89,7 @@ class Job:
         ]
         words = [*torchrun, *marks[1:], "rank", str(self.marks), *run]
         command = [*marks, "launcher", str(self.marks), *words]
-        self.process = start(command, self.console, training_environment("cpu"))
+        self.process = start(command, self.console, training_environment())
 
     def restart(self, attempt: int, rank: int) -> dict[str, Any]:
         """Kill a rank of an attempt; return the seconds of the phases until the first step

@@ -25,7 +25,7 @@ try:
     with stoppable():
         run([sys.executable, "-c", sys.argv[2]], console, grace=600)
 except Stopped as stop:
-    print(stop)
+    print(stop.name)
 """
 #: A command that a request to stop does not end.
 STUBBORN = """

@@ -38,7 +38,7 @@ BROKEN = Member("broken", [f"--job.callbacks={CALLBACKS}:Breaks"])
 
 def run_copy(command: Sequence[str], console: Path, **more: Any) -> int:
     """In place of `titanlite.contrib.processes.run`: a copy of a process that has torch already."""
-    done = titanlite(*command[3:], env=more["environment"])
+    done = titanlite(*command[command.index("train") :], env=more["environment"])
     console.write_text(done.stdout + done.stderr)
     return done.returncode
 

@@ -5,19 +5,18 @@ they started. The commands are torchrun and the rows of benchmarks/gpu.py.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
 
 import titanlite
 from titanlite import exit_codes
+from titanlite.dist.parent_death import end_with_parent
 from titanlite.utils import new_file, say
 
 #: Time for torchrun to end; it gives its workers 10 seconds less.
@@ -32,10 +31,7 @@ class Stopped(SystemExit):
 
     def __init__(self, number: int) -> None:
         super().__init__(exit_codes.after_signal(number))
-        self.number = number
-
-    def __str__(self) -> str:
-        return signal.Signals(self.number).name
+        self.name = signal.Signals(number).name
 
 
 @contextlib.contextmanager
@@ -58,23 +54,20 @@ def stoppable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def search_path() -> str:
-    """Return PYTHONPATH for a child process that imports this titanlite."""
-    package = str(Path(titanlite.__file__).resolve().parents[1])
-    return os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-
-
-def training_environment(device_type: str, grace: float = GRACE_SECONDS) -> dict[str, str]:
-    """Return the variables of a training command whose output goes to a file.
+def training_environment(grace: float = GRACE_SECONDS) -> dict[str, str]:
+    """Return the variables of a command that runs this titanlite, and writes to a file.
 
     grace: seconds that the command has to end.
     """
-    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(grace - 10))}
-    if device_type == "cpu":
-        variables["OMP_NUM_THREADS"] = "1"
-    variables |= os.environ
-    variables |= {"PYTHONPATH": search_path(), "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
-    return variables
+    package = str(Path(titanlite.__file__).resolve().parents[1])
+    paths = filter(None, (package, os.environ.get("PYTHONPATH")))
+    return {
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(grace - 10)),
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        "NO_COLOR": "1",
+    }
 
 
 def start(
@@ -88,6 +81,13 @@ def start(
     Call it from the main thread. On Linux the command is asked to end when this process dies.
     Raises OSError.
     """
+    parent = os.getpid()
+
+    def prepare() -> None:
+        # Shells let commands in the background ignore it.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        end_with_parent(signal.SIGTERM, parent)
+
     # The command gets a session for itself, so Ctrl-C reaches only this process.
     with new_file(console) as output:
         return subprocess.Popen(
@@ -98,56 +98,29 @@ def start(
             cwd=folder,
             env=environment,
             start_new_session=True,
-            preexec_fn=_preparation(),
+            preexec_fn=prepare,
         )
 
 
-#: PR_SET_PDEATHSIG of prctl(2).
-_SIGNAL_AT_DEATH_OF_PARENT = 1
-
-
-def _preparation() -> Callable[[], None]:
-    """Return what a new process calls to heed SIGINT, which shells let background commands ignore,
-    and on Linux to get SIGTERM when this one dies.
-    """
-    parent = os.getpid()
-    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-
-    def prepare() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        if prctl is None:
-            return
-        prctl(_SIGNAL_AT_DEATH_OF_PARENT, signal.SIGTERM)
-        # It died before the call.
-        if os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return prepare
-
-
-def run(  # noqa: PLR0913
+def run(
     command: Sequence[str],
     console: Path,
     *,
     environment: Mapping[str, str] | None = None,
-    folder: Path | None = None,
-    seconds: float | None = None,
-    ask: signal.Signals = signal.SIGTERM,
     grace: float = GRACE_SECONDS,
 ) -> int:
     """Run a command as `start` does, to its end; return its exit code.
 
-    An exception meanwhile, such as Stopped, ends the command first: it gets the signal `ask`, and
-    `grace` seconds. If two signals come, the first one is raised. Raises OSError, and
-    subprocess.TimeoutExpired after `seconds`.
+    An exception meanwhile, such as Stopped, ends the command first, within `grace` seconds. If two
+    signals come, the first one is raised. Raises OSError.
     """
-    process = start(command, console, environment, folder)
+    process = start(command, console, environment)
     try:
-        return process.wait(seconds)
+        return process.wait()
     except BaseException:
         # A second signal ends the command sooner, but the first one is the reason.
         with contextlib.suppress(Stopped):
-            end(process, ask, grace)
+            end(process, grace=grace)
         raise
 
 

@@ -141,8 +141,11 @@ def test_weights_of_a_folder_and_a_config_that_computes_something_else(folder, c
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ((), "/bin/false cannot run torchtitan 0.2.2:\n"),
-        (("--model.overrides.tied=true",), "another form"),
+        ((), "--torchtitan: /bin/false cannot run torchtitan 0.2.2:\n"),
+        (
+            ("--model.overrides.tied=true",),
+            "--torchtitan: torchtitan has this model in another form",
+        ),
     ],
 )
 def test_what_torchtitan_cannot_do_is_refused(flags, said, capsys):

@@ -125,3 +125,15 @@ def test_other_data_are_told(good: Path, tmp_path: Path) -> None:
     edit("config.toml", 'dataset = "c4_test"', 'dataset = "c4_validation"')(folder)
     code, states, notes = judged(folder, tmp_path / "out")
     assert (code, states["data"]) == (1, "fails") and "batch of step 3" in notes
+
+
+def test_records_that_are_not_there_or_of_another_form_are_told(good: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(good, folder)
+    edit("attempts.jsonl", '"verified"', '"was_verified"')(folder)
+    code, states, notes = judged(folder, tmp_path / "out")
+    assert (code, states["resumes"]) == (1, "not run") and "KeyError: 'verified'" in notes
+    (folder / "attempts.jsonl").unlink()
+    code, states, notes = judged(folder, tmp_path / "out")
+    assert (code, states["record"], states["data"]) == (1, "fails", "not run")
+    assert "IndexError" in notes

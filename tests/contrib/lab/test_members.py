@@ -162,7 +162,10 @@ def test_a_place_that_all_runs_would_share_is_refused(flag, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_two_ranks_run_by_torchrun_and_ids_of_trackers_are_no_runs(tmp_path, monkeypatch):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_torchrun_starts_as_many_ranks_as_asked_and_ids_of_trackers_are_no_runs(
+    ranks, tmp_path, monkeypatch
+):
     calls = []
 
     def run(command, console, **more):
@@ -172,7 +175,7 @@ def test_two_ranks_run_by_torchrun_and_ids_of_trackers_are_no_runs(tmp_path, mon
 
     monkeypatch.setenv("WANDB_RUN_ID", "one")
     monkeypatch.setattr(members, "run", run)
-    run_members([SMALL], CONFIG, tmp_path, nproc=2)
+    run_members([SMALL], CONFIG, tmp_path, nproc=ranks)
     ((command, variables),) = calls
-    assert command == torchrun.command(2, ["train", *SMALL.arguments(CONFIG, tmp_path)])
+    assert command == torchrun.command(ranks, ["train", *SMALL.arguments(CONFIG, tmp_path)])
     assert "WANDB_RUN_ID" not in variables

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -49,7 +48,7 @@ class Bench:
     def killed(self, name: str, steps: int) -> Path:
         """Kill all ranks of a run at once when it has logged so many steps. Raises RunFailed."""
         console = self._console(name)
-        child = start(self._command(self._words(name)), console, self.environment)
+        child = start(torchrun.command(self.ranks, self._words(name)), console, self.environment)
         try:
             while child.poll() is None and len(read_lines(console.with_name(FILE), [])) < steps:
                 time.sleep(_LOOK)
@@ -70,7 +69,8 @@ class Bench:
     def finish(self, name: str, words: Sequence[str], ranks: int = 0) -> str:
         """Return a command's output. Raises RunFailed."""
         console = self._console(name)
-        code = run(self._command(words, ranks), console, environment=self.environment)
+        command = torchrun.command(ranks or self.ranks, words)
+        code = run(command, console, environment=self.environment)
         if code:
             raise RunFailed(code, console)
         return console.read_text()
@@ -78,11 +78,6 @@ class Bench:
     def _words(self, name: str, flags: Sequence[str] = ()) -> list[str]:
         own = f"--job.dump_folder={self.folder / name}"
         return ["train", "--job.config_file", str(self.config), own, *flags]
-
-    def _command(self, words: Sequence[str], ranks: int = 0) -> list[str]:
-        if (ranks or self.ranks) > 1:
-            return torchrun.command(ranks or self.ranks, words)
-        return [sys.executable, "-m", "titanlite", *words]
 
     def _console(self, name: str) -> Path:
         console = self.folder / name / CONSOLE

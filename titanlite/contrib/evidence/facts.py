@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,14 @@ def hashes(facts: Facts) -> dict[str, Any]:
 
 
 def distance(one: Facts, other: Facts) -> float:
-    """Return the largest relative difference of a loss, weight or moment."""
+    """Return the largest relative difference of a loss, weight or moment; infinity where one is
+    missing or no number.
+    """
     found = 0.0
     for name, value in one.items():
         is_number = isinstance(value, torch.Tensor) and value.is_floating_point()
         if is_number or name.startswith("loss"):
-            a, b = (torch.as_tensor(side[name]).double() for side in (one, other))
-            found = max(found, ((a - b).norm() / a.norm().clamp(min=1e-30)).item())
+            a, b = (torch.as_tensor(side.get(name, math.nan)).double() for side in (one, other))
+            gap = (a - b).norm() / a.norm().clamp(min=1e-30)
+            found = max(found, gap.nan_to_num(math.inf).item())
     return found

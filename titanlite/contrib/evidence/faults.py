@@ -1,88 +1,70 @@
-"""Faults in a copy of a checkpoint, with right hashes: as a broken machine would write them."""
+"""Faults that a proof must find: callbacks that change what a run computes with."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from titanlite.checkpoint.dcp_files import CheckedReader
-from titanlite.checkpoint.loaded import WEIGHT
-from titanlite.checkpoint.manifest import FILE, file_digest, read_manifest
-from titanlite.checkpoint.state_dict import RNG
-from titanlite.contrib.evidence.facts import as_bytes
-from titanlite.utils import atomic_write
+from titanlite.callbacks import Callback
+from titanlite.dist.local_parts import local, plain
 
-#: Changes a stored part of a tensor in place; returns whether it did.
-Fault = Callable[[MetadataIndex, torch.Tensor], bool]
+if TYPE_CHECKING:
+    from titanlite.step import StepResult
+    from titanlite.trainer import Trainer
 
 
-def inject(folder: Path, fault: Fault, everywhere: bool = False) -> bool:
-    """Change the first part that a fault can change, or all; return whether there is one."""
-    manifest = read_manifest(folder)
-    found = False
-    for index, place, part in _parts(folder):
-        before = as_bytes(part)
-        if (found and not everywhere) or not fault(index, part):
-            continue
-        found = True
-        file = folder / place.relative_path
-        data = file.read_bytes()
-        at = data.index(before, place.offset)
-        atomic_write(file, data[:at] + as_bytes(part) + data[at + len(before) :])
-    hashes = {}
-    for name, digest in manifest.hashes.items():
-        hashes[name] = file_digest(folder / name, digest.partition(":")[0])
-    atomic_write(folder / FILE, replace(manifest, hashes=hashes).to_json())
-    return found
+class Moment(Callback):
+    """Flips a bit of the largest number in a tensor of the optimizer's state, on each rank."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        for state in trainer.parts.optimizer.state.values():
+            for part in map(local, state.values()):
+                if part.is_floating_point() and part.numel() > 1:
+                    return _flip(part, 2, part.abs() == part.abs().max())
 
 
-def _parts(folder: Path) -> Iterator[tuple[MetadataIndex, Any, torch.Tensor]]:
-    """Yield index, place and content of each stored part of a tensor."""
-    places = CheckedReader(folder, read_manifest(folder)).read_metadata().storage_data
-    for index, place in places.items():
-        data = (folder / place.relative_path).read_bytes()[place.offset :]
-        yield index, place, torch.load(io.BytesIO(data[: place.length]), weights_only=True)
+class Generator(Callback):
+    """Gives each rank generators of another seed."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        torch.seed()
 
 
-def flips(prefix: str, size: int, every: bool = False) -> Fault:
-    """Return the fault that flips a bit of a tensor's largest number, or of every number.
+class Weight(Callback):
+    """Takes back the first update of a weight, on each rank."""
 
-    size: the bit is the last one of a number of so many bytes.
-    """
+    def on_start(self, trainer: Trainer) -> None:
+        parts = (local(plain(one)) for one in trainer.parts.model.parameters() if one.requires_grad)
+        self._part = next(part.detach() for part in parts if part.numel())
+        self._before = self._part.clone()
+        self._first = trainer.step + 1
 
-    def fault(index: MetadataIndex, part: torch.Tensor) -> bool:
-        if not index.fqn.startswith(prefix) or not part.is_floating_point() or part.numel() < 2:
-            return False
-        width = part.element_size()
-        chosen = part.abs() >= (0 if every else part.abs().max())
-        part.flatten().view(torch.uint8)[width - min(size, width) :: width] ^= chosen.flatten()
-        return True
-
-    return fault
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        if trainer.step == self._first:
+            self._part.copy_(self._before)
 
 
-def other_generator(index: MetadataIndex, part: torch.Tensor) -> bool:
-    """Give a rank the generator of another seed."""
-    state = torch.Generator().manual_seed(1).get_state()
-    if index.fqn == RNG:
-        part.flatten()[: state.numel()] = state
-    return index.fqn == RNG
+class Rounding(Callback):
+    """Flips the last bit of each first weight."""
+
+    #: Bytes of the numbers whose last bit it is.
+    size = 4
+
+    def on_start(self, trainer: Trainer) -> None:
+        for weight in trainer.parts.model.parameters():
+            part = local(plain(weight)).detach()
+            _flip(part, self.size, torch.ones_like(part, dtype=torch.bool))
 
 
-def stale(older: Path) -> Fault:
-    """Return the fault that takes a part of a weight from an older checkpoint."""
-    before = {index: part for index, _, part in _parts(older)}
+class CoarseRounding(Rounding):
+    """Flips the last bit that bfloat16 has."""
 
-    def fault(index: MetadataIndex, part: torch.Tensor) -> bool:
-        if not index.fqn.startswith(WEIGHT) or torch.equal(part, before[index]):
-            return False
-        part.copy_(before[index])
-        return True
+    size = 2
 
-    return fault
+
+def _flip(part: torch.Tensor, size: int, chosen: torch.Tensor) -> None:
+    """Flip a bit of the chosen numbers, in place: the last one of the first `size` bytes."""
+    width = part.element_size()
+    bits = part.view(getattr(torch, f"int{8 * width}"))
+    bits.bitwise_xor_(chosen.to(bits.dtype) << 8 * (width - min(size, width)))

@@ -6,7 +6,6 @@ import argparse
 import shutil
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 _ABOUT = (
     "Train a tiny copy of a config several times: the same features and degrees of parallelism, "
     "few layers and steps. Compare repeated, killed, resumed and differently divided runs, an "
-    "evaluation and an export. Put faults into checkpoints, which the comparisons must find. Write "
+    "evaluation and an export. Put faults into some runs, which the comparisons must find. Write "
     "proof.html and proof.json. With --run: compare the records of a finished run."
 )
 _EXITS = (
@@ -77,7 +76,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         tiny = tiny_copy(config, arguments.nproc or max(gpus, RANKS), str(runs), gpus)
         atomic_write(runs / "config.toml", tiny.config.to_toml(defaults=False))
         ranks = tiny.run.mesh.world_size
-        environment = training_environment("cuda" if ranks <= gpus else "cpu")
+        environment = training_environment()
         if ranks > gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         tell(f"{ranks} ranks; output of the runs: {runs}/*/{CONSOLE}")
@@ -98,7 +97,6 @@ def report(
     """Make the checks and write the page; return its verdict and the exit code."""
     from titanlite.contrib.evidence.page import PROVED, verdict, write
 
-    began = time.perf_counter()
     found = []
     for check in checks:
         tell(f"{check.name}: {check.state} ({human_time(check.seconds)}) {check.note}".rstrip())
@@ -109,7 +107,7 @@ def report(
         "subject": subject,
         "time": timestamp(),
         "host": socket.gethostname(),
-        "about": {**about(), "seconds": f"{time.perf_counter() - began:.0f}"},
+        "about": about(),
         "checks": found,
         "left_out": left_out,
         "changes": tiny.changes if tiny else {},

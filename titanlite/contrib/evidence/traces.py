@@ -147,7 +147,7 @@ def trace_torchtitan(
     python: of an environment that has torchtitan. Raises ConfigError.
     """
     if type(args) is not LlamaArgs or args.tied:
-        raise bad_flag("--against", "torchtitan has this model in another form: take a Llama 3")
+        raise bad_flag("--torchtitan", "torchtitan has this model in another form: take a Llama 3")
     shape = {name: getattr(args, name) for name in _SHARED}
     # Its rule for the width comes out at ours.
     shape["ffn_dim_multiplier"] = args.ffn_width / int(8 * args.dim / 3)
@@ -158,7 +158,7 @@ def trace_torchtitan(
     words = [python, recording.__file__, str(folder)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise bad_flag("--python", f"{python} cannot run torchtitan 0.2.2:\n{done.stderr}")
+        raise bad_flag("--torchtitan", f"{python} cannot run torchtitan 0.2.2:\n{done.stderr}")
     activations, loss, found = torch.load(folder / recording.RESULT)
     gradients = {name: found[other] for name, other in spec.hf_names(args).items()}
     return f"torchtitan {done.stdout.strip()}", Trace(activations, loss, gradients)

@@ -8,16 +8,16 @@ FOLDER/NAME/console.log    what the run printed
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite import exit_codes, torchrun
+from titanlite.config import trust
 from titanlite.config.errors import ConfigError, Problem, refuse
+from titanlite.config.load import read_text
 from titanlite.config.loaded import LoadedConfig
-from titanlite.config.unsupported_keys import UNSUPPORTED
 from titanlite.contrib.processes import (
     Stopped,
     last_lines,
@@ -30,7 +30,7 @@ from titanlite.metrics.trackers import RUN_IDS
 from titanlite.run.config import RunConfig
 from titanlite.runs import provenance
 from titanlite.runs.attempts import read_attempts
-from titanlite.runs.config_changes import config_changes, config_values
+from titanlite.runs.config_changes import config_changes
 from titanlite.runs.lock import RunLock
 from titanlite.runs.read import Run, RunError, read_run
 from titanlite.runs.record import CONFIG
@@ -124,18 +124,10 @@ def _changes(config: LoadedConfig, run: RunConfig, own: Path) -> list[Problem]:
         old = (own / CONFIG).read_text(encoding="utf-8")
     except FileNotFoundError:
         return []
-    # An older titanlite did not have all keys, and had some that are gone.
-    known = {
-        key
-        for key, value in config_values(old).items()
-        if key not in UNSUPPORTED or not UNSUPPORTED[key].is_off(value)
-    }
-    found = config_changes(old, provenance.public_config(config.to_toml()))
-    told = {
-        key: change
-        for key, change in found.items()
-        if (key in known or config.is_given(key)) and not key.startswith(_MAY_DIFFER)
-    }
+    # Of an older titanlite it may have other keys.
+    before = read_text(old, own / CONFIG, origin=trust.foreign(False))[0]
+    found = config_changes(before.to_toml(), provenance.public_config(config.to_toml()))
+    told = {key: change for key, change in found.items() if not key.startswith(_MAY_DIFFER)}
     attempts = read_attempts(own)
     ranks = attempts[-1].get("ranks") if attempts else None
     if ranks and run.training.global_batch_size == -1 and ranks != run.mesh.world_size:
@@ -172,23 +164,18 @@ def run_members(
 
 
 def _run(member: Member, config_args: Sequence[str], folder: Path, nproc: int) -> MemberResult:
-    from titanlite.cli.train import count_gpus
-
     own = folder / member.name
     own.mkdir(parents=True, exist_ok=True)
-    environment = training_environment("cuda" if count_gpus() else "cpu", GRACE_SECONDS)
+    environment = training_environment(GRACE_SECONDS)
     # With them all runs would be one run at a tracker.
     for name in RUN_IDS.values():
         environment.pop(name, None)
-    words = ["train", *member.arguments(config_args, folder)]
-    command = [sys.executable, "-m", "titanlite", *words]
-    if nproc > 1:
-        command = torchrun.command(nproc, words)
+    command = torchrun.command(nproc, ["train", *member.arguments(config_args, folder)])
     tell(f"{member.name} starts; its output: {own / CONSOLE}")
     try:
         code = run(command, own / CONSOLE, environment=environment, grace=GRACE_SECONDS)
     except Stopped as stop:
-        tell(f"stopped by {stop}: the run has saved and ended; the same command goes on")
+        tell(f"stopped by {stop.name}: the run has saved and ended; the same command goes on")
         raise
     result = result_of(member, folder, code)
     lines = [f"{result.name} {result.state} after step {result.steps} {result.reason}".rstrip()]
