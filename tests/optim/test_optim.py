@@ -92,6 +92,9 @@ def test_a_kind_may_go_by_steps_and_has_its_rates_of_any_length(monkeypatch):
     for length in (6, 60):
         steps = schedule_of(total_steps=length, warmup_steps=2, decay_type="halving")
         assert [lr_factor(steps, n) for n in (3, 4, 6)] == [1.0, 0.5, 0.125]
+        # lr_scheduler.decay_ratio = 0 in a file.
+        endless = replace(steps, decay_steps=0)
+        assert [lr_factor(endless, n) for n in (3, 4, 6)] == [1.0, 0.5, 0.125]
         fsdp = replace(steps, style="fsdp")
         assert [lr_factor(fsdp, n) for n in (2, 3, 6)] == [1.0, 0.5, 0.0625]
         tokens = replace(steps, total_steps=10 * length, warmup_steps=20, in_tokens=True)

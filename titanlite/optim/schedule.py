@@ -82,6 +82,8 @@ def lr_factor(schedule: Schedule, step: int, size: int = 1) -> float:
     if done < warmup:
         # By tokens, the end of the warm-up may lie within a step.
         return min(step / (warmup if schedule.style == "titan-0.2" else warmup + size), 1.0)
+    if not DECAYS[schedule.decay_type].has_end:
+        return decayed(1.0)
     rest = total - warmup - (schedule.plateau_steps or 0)
     decay_steps = rest if schedule.decay_steps is None else schedule.decay_steps
     start = total - decay_steps
