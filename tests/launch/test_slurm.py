@@ -174,8 +174,8 @@ GROUPS = '[[optimizer.groups]]\nparameters = "nothing"\nlr = 1.0\n'
         (["--training.tensor_parallel_degree=3"], "does not divide the world size 16"),
         (["--launch.instance_type=p5.48xl"], "nearest: p5.48xlarge"),
         (
-            ["--launch.instance_type=p3.16xlarge", "--training.mixed_precision_param=bfloat16"],
-            "training.mixed_precision_param: is bfloat16, which a V100 does not have",
+            ["--launch.instance_type=p3.16xlarge"],
+            "no instance type 'p3.16xlarge' with bfloat16 is known",
         ),
     ],
 )

@@ -7,9 +7,9 @@ guard.jsonl in the run's folder has a line for each bad step, and is only ever a
      "message": "step 7: …", "ranks": [1], "hosts": [], "data_steps": "7", "documents": {"48":
      [3, 17], "49": [5], …}}
 
-`documents` has the numbers of the documents of each sequence of the global batch. They count from 0
-in the order of the files and of the records in them. Of a stream it has files and records, for the
-sequences of rank 0 alone. `hosts` may have a broken device. `losses` is of
+`documents` has the numbers of the documents of each sequence of the global batch, from 0 in the
+order of files and records; of a stream files and records of rank 0 alone. `hosts` may have a
+broken device. `losses` is of
 `titanlite.metrics.document_losses`.
 """
 
