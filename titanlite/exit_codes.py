@@ -47,8 +47,8 @@ LOST_PEER = 7
 #: A rank ran out of the memory of its device or its host, where the same command would again. Also
 #: for a run that is only planned, and would.
 OUT_OF_MEMORY = 8
-#: A step that was computed twice gave other bits: a device is broken, or its kernels are not
-#: deterministic.
+#: A step that was computed twice gave other bits, or a replica has others: a device is broken, or
+#: its kernels are not deterministic.
 CORRUPTION = 9
 #: Ended at once by a second Ctrl-C.
 INTERRUPTED = 130

@@ -81,6 +81,7 @@ def test_options_stand_before_and_behind_the_words(capsys):
         ("lr debug_model.toml", "`titanlite lr` is gone: `titanlite config check`"),
         ("sample x --greedy", "--greedy is gone: --temperature 0"),
         ("push x a/b --step 3", "--step is gone: name the checkpoint"),
+        ("data verify folder", "`titanlite data verify` is gone: `titanlite data prepare`"),
     ],
 )
 def test_unknown_commands(words, expected, capsys):
@@ -112,7 +113,7 @@ def test_unknown_commands(words, expected, capsys):
             "titanlite runs [-h]",
             "unknown option --qqqq: `titanlite runs --help` lists the options",
         ),
-        ("data verify a word", "titanlite data verify [-h]", "unexpected words: word"),
+        ("data peek a word", "titanlite data peek [-h]", "unexpected words: word"),
         ("data prepare a --out b", "titanlite data prepare [-h]", "required: --tokenizer"),
     ],
 )
@@ -184,7 +185,6 @@ WITHOUT_TORCH = {
             "plan /no.toml",
             "sweep /no.toml",
             "data peek /no.toml",
-            "data verify /no",
             "runs /no",
         ),
         (exit_codes.CONFIG, "/no"),

@@ -77,7 +77,6 @@ REASONS = {
     "config explain": OWN,
     "config show": OWN,
     "data peek": OWN,
-    "data verify": "reads numbers; an index that names files elsewhere: tests/data/test_token_integrity.py",  # noqa: E501
     "data prepare": (
         "reads texts; test_a_chain_of_urls_is_refused, templates: tests/data/test_chat.py"
     ),

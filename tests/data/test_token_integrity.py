@@ -1,6 +1,4 @@
-"""Prepared tokens that were changed: found at the start, when a part is first read, and by
-`titanlite data verify`.
-"""
+"""Prepared tokens that were changed: found at the start, and when a part is first read."""
 
 from __future__ import annotations
 
@@ -16,7 +14,6 @@ import pytest
 
 from tests.support.processes import titanlite
 from tests.support.token_folders import TOKENIZER, write_prepared
-from titanlite.cli.main import main
 from titanlite.data import DataError, token_integrity
 from titanlite.data.token_files import TokenFiles, TokenKeys, open_tokens
 from titanlite.data.token_hash_callback import TokenHashes
@@ -85,7 +82,7 @@ def test_a_flipped_byte_ends_the_run_when_its_part_is_read(tmp_path, suffix):
         match=rf"part-1\.{suffix} is damaged: its content does not fit its hash .*first read at",
     ):
         settled(files)
-    with pytest.raises(DataError, match="data verify .*a` names all damaged parts"):
+    with pytest.raises(DataError, match="`titanlite data prepare` with the arguments"):
         files.read(0, 10)
 
 
@@ -160,24 +157,3 @@ def test_a_run_ends_before_a_checkpoint_holds_damaged_tokens(tmp_path):
     assert done.returncode == 2
     assert "part-1.tokens is damaged: its content does not fit its hash" in done.stderr
     assert not list(out.glob("checkpoint/step-*/manifest.json"))
-
-
-# The command
-
-
-def test_verify_names_all_that_is_damaged(tmp_path, capsys):
-    folder = prepared(tmp_path / "a")
-    assert main(["data", "verify", str(folder)]) == 0
-    assert "3 parts, 300 tokens: " in (said := capsys.readouterr().out)
-    assert "sizes, offsets and hashes are right" in said
-    flip(folder / "part-0.tokens")
-    flip(folder / "part-2.targets", 3)
-    assert main(["data", "verify", str(folder)]) == 1
-    said = capsys.readouterr().out
-    assert f"DAMAGED: {folder}/part-0.tokens is damaged: its content" in said
-    assert "part-2.targets" in said
-    assert "2 damaged; `titanlite data prepare`" in said
-    assert "part-1" not in said
-    (folder / "part-1.offsets").unlink()
-    assert main(["data", "verify", str(folder)]) == 1
-    assert f"{folder}/part-1.offsets: No such file" in capsys.readouterr().out

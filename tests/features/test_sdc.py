@@ -29,6 +29,7 @@ TP = "--training.tensor_parallel_degree=2"
 PP = ["--experimental.pipeline_parallel_degree=2", "--training.batch_size=2"]
 CP = "--experimental.context_parallel_degree=2"
 DDP = "--training.data_parallel_type=ddp"
+HSDP = "--training.data_parallel_replicate_degree=2"
 MOE = [
     "--model.name=qwen3_moe",
     "--model.overrides.n_kv_heads=2",
@@ -45,10 +46,11 @@ EP = [*MOE, "--parallelism.expert_parallel_degree=2"]
 class Flip(NamedTuple):
     """A bit of what a module has, in one pass of a step on one rank."""
 
-    kind: Literal["gradient", "activation", "weight"]
+    #: reduced: the gradient after ranks have summed it.
+    kind: Literal["gradient", "activation", "weight", "reduced"]
     rank: int
-    #: 0: the first pass of the step, 1: the second.
-    turn: int = 1
+    #: 0: the first pass of the step, 1: the second, None: both.
+    turn: int | None = 1
     step: int = 3
     module: str = W2
 
@@ -82,6 +84,9 @@ def _struck(trainer: Trainer, flip: Flip) -> Iterator[None]:
     yield
     for handle in handles:
         handle.remove()
+    if flip.kind == "reduced":
+        gradient = plain_local(trainer.parts.model.get_parameter(f"{flip.module}.weight").grad)
+        gradient.copy_(_flipped(gradient))
 
 
 def _train(world: DistEnv, folder: str, flip: Flip | None, *flags: str) -> dict[str, Any]:
@@ -98,11 +103,9 @@ def _train(world: DistEnv, folder: str, flip: Flip | None, *flags: str) -> dict[
 
     def passing(*arguments: Any) -> Tensor:
         done.append(trainer.step)
-        hit = flip is not None and (trainer.step, done.count(trainer.step) - 1) == (
-            flip.step,
-            flip.turn,
-        )
-        if not hit or flip is None or world.rank != flip.rank:
+        if flip is None or (world.rank, trainer.step) != (flip.rank, flip.step):
+            return run(*arguments)
+        if flip.turn not in (None, done.count(trainer.step) - 1):
             return run(*arguments)
         with _struck(trainer, flip):
             return run(*arguments)
@@ -126,6 +129,9 @@ def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
         (1, MOE),
         (2, ["--training.gradient_sync=every"]),
         (2, [DDP]),
+        (4, [HSDP]),
+        (4, [*EP, HSDP]),
+        (4, [*PP, HSDP]),
         (2, [CP]),
         (2, [TP]),
         (2, EP),
@@ -158,6 +164,10 @@ def test_a_run_whose_steps_all_run_twice_is_the_same(pool, tmp_path, ranks, flag
         (2, EP, Flip("gradient", 1, module=WO), [1]),
         (4, [TP], Flip("activation", 2), [2, 3]),
         (4, [TP], Flip("weight", 1), [0, 1]),
+        (2, [DDP], Flip("reduced", 1, None), [0, 1]),
+        (4, [HSDP], Flip("reduced", 1, None), [1, 3]),
+        (4, [DDP], Flip("reduced", 1, None), [1]),
+        (4, [DDP], Flip("reduced", 1, None, step=1), [1]),
     ],
 )
 def test_a_flipped_bit_is_found_and_named(pool, tmp_path, ranks, flags, flip, named):
@@ -166,12 +176,16 @@ def test_a_flipped_bit_is_found_and_named(pool, tmp_path, ranks, flags, flip, na
     assert found[0]["code"] == exit_codes.CORRUPTION
     error = found[0]["error"]
     where = f" on {name_ranks(named)} ({'; '.join([f'{socket.gethostname()}, cpu'] * len(named))})"
-    assert error.startswith(f"step 3: a second forward and backward pass gave other bits{where}")
+    how, what = "a second forward and backward pass gave", "the gradient"
+    if flip.kind == "reduced":
+        how, what = "the gradients of replicas have", "the summed gradient"
+    assert error.startswith(f"step {flip.step}: {how} other bits{where}")
     assert "debug.deterministic" not in error
-    if flip.kind == "gradient":
-        assert f"first in the gradient of {flip.module}.weight. " in error
+    if flip.kind in ("gradient", "reduced"):
+        assert f"first in {what} of {flip.module}.weight. " in error
     (event,) = found[0]["events"]
     assert (event["kind"], event["ranks"], event["action"]) == ("corruption", named, "stop")
+    assert event["hosts"] == [socket.gethostname()]
 
 
 def test_a_run_goes_back_or_is_resumed_with_the_same_weights(pool, tmp_path):
@@ -196,4 +210,5 @@ def test_a_first_step_that_differs_ends_the_run_with_advice(pool, tmp_path):
     found = pool(1).run(_train, str(tmp_path), Flip("activation", 0, step=1), *flags)[0]
     assert (found["code"], found["passes"]) == (exit_codes.CORRUPTION, [1, 1])
     assert "debug.deterministic = true" in found["error"]
-    assert found["events"][0]["action"] == "stop"
+    (event,) = found["events"]
+    assert (event["action"], event["hosts"]) == ("stop", [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import sys
@@ -18,6 +19,23 @@ class SlowSteps(Callback):
     def on_step_end(self, trainer: Any, result: Any) -> None:
         if "SLURM_RESTART_COUNT" not in os.environ and trainer.step > 2:
             time.sleep(float(os.environ.get("STEP_SECONDS", "0.5")))
+
+
+class WrongNode(Callback):
+    """Lets each pass on node n2 compute another gradient, from step 4 on."""
+
+    def on_start(self, trainer: Any) -> None:
+        noise = itertools.count(1)
+
+        def wrong(gradient: Any) -> Any:
+            return gradient * (next(noise) if trainer.step >= 4 else 1)
+
+        def watch(module: Any, _: Any) -> None:
+            module.weight.register_hook(wrong)
+
+        if os.environ["SLURMD_NODENAME"] == "n2":
+            module = trainer.parts.model.get_submodule("layers.1.feed_forward.w2")
+            module.register_forward_pre_hook(watch)
 
 
 class Held(Callback):

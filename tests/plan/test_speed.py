@@ -75,8 +75,6 @@ def test_gpus_are_found_by_key_by_a_part_of_it_and_by_the_name_of_the_device():
     assert find_gpu("NVIDIA H200") is GPUS["h200-141g"]
     assert find_gpu("L4").key == "l4-24g"
     assert find_gpu("NVIDIA A100-SXM4-40GB").key == "a100-40g"
-    assert find_gpu("Tesla V100-SXM2-32GB").key == "v100-32g"
-    assert find_gpu("Tesla T4").key == "t4-16g"
     assert all(find_gpu(key).key == key for key in GPUS)
     assert {one.gpu_key for one in INSTANCES.values()} <= GPUS.keys()
     assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
@@ -95,8 +93,8 @@ def test_a_cluster_is_that_of_the_command_or_of_the_launch_section():
     found = cluster_of(run)
     assert (found.gpu, found.gpus_per_node, found.nodes, found.network) == (H100, 8, 2, 3200e9 / 8)
     assert found.host == 2 << 40
-    for name, gpu in (("p3.8xlarge", "V100"), ("g4dn.metal", "T4")):
-        with pytest.raises(ConfigError, match=f"is bfloat16, which a {gpu} does not have"):
+    for name in ("p3.8xlarge", "g4dn.metal"):
+        with pytest.raises(ConfigError, match="(?s)with bfloat16 .*set launch.gpus_per_node"):
             cluster_of(run, instance=name, nodes=2)
     assert all(one.host for one in INSTANCES.values())
     named = cluster_of(

@@ -137,6 +137,18 @@ def test_each_episode_is_told_once_and_a_window_counts_all_its_steps(tmp_path):
     ]
 
 
+def test_steps_after_a_rollback_count_from_its_checkpoint(tmp_path):
+    run = SimpleNamespace(job=SimpleNamespace(dump_folder=str(tmp_path)))
+    watch = KeptPrediction(SimpleNamespace(run=run), None, None)
+    watch._found = {"plan": _plan()}
+    watch.on_log(SimpleNamespace(step=40, validated=None), {"tps": 100.0})
+    watch.on_rollback(SimpleNamespace(step=0))
+    for step in (20, 49, 50, 60):
+        watch.on_log(SimpleNamespace(step=step, validated=None), {"tps": 79.0})
+    (row,) = map(json.loads, (tmp_path / "guard.jsonl").read_text().splitlines())
+    assert row["step"] == 50
+
+
 def test_on_a_gpu_the_start_makes_the_plan_that_the_command_makes(tmp_path, capsys):
     files = ["llama3_8b.toml", f"--job.dump_folder={tmp_path}"]
     assert main(["plan", *files, "--gpus", "8", "--gpu", "h200-141g", "--json"]) == 0

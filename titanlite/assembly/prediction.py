@@ -32,10 +32,7 @@ PATIENCE = 50
 
 
 class KeptPrediction(Callback):
-    """Records what was predicted of this run, and compares it with each logged step.
-
-    It works on rank 0 alone. On a GPU it makes a plan where none of this run is kept.
-    """
+    """On rank 0. On a GPU it makes a plan where none of this run is kept."""
 
     def __init__(
         self, parts: TrainingComponents, attempts: AttemptRecord, metrics: MetricsLogger
@@ -85,6 +82,10 @@ class KeptPrediction(Callback):
             keep(self._folder, plan=self._found["plan"])
         except Exception as error:
             logger.info(f"no plan is kept: {error}")
+
+    def on_rollback(self, trainer: Trainer) -> None:
+        self._step = trainer.step
+        self._outside.clear()
 
     def on_log(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
         steps = trainer.step - self._step

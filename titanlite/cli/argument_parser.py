@@ -113,7 +113,7 @@ GONE = {
     "data peek --rank": "--first N has the number of a sequence, as in guard.jsonl",
     "data peek --step": "--first N has the number of a sequence, as in guard.jsonl",
     "data prepare --record": "docs/data.md has commands that write other records as these",
-    "data verify --json": "the exit status tells whether the folder is whole",
+    "data verify": "`titanlite data prepare` with the same arguments checks and mends its folder",
     "doctor --json": "the exit status tells whether there are errors",
     "eval --nproc-per-node": "`torchrun --nproc_per_node 8 -m titanlite eval` starts several ranks",
     "import": (

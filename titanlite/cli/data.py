@@ -53,8 +53,6 @@ def add_commands(commands: Commands) -> None:
     add("--workers", "cores to use (default: all)", "N", type=int, default=cores())
     tokens = "tokens per part, roughly; the fingerprint depends on it (default: 134,217,728)"
     add("--part-tokens", tokens, "N", type=int, default=1 << 27)
-    help = "read a prepared folder again: the sizes, offsets and hashes of all its parts"
-    add_to_group(actions, _verify, help).add("folder", "prepared folder", "FOLDER", type=Path)
     help = "print the figures of a config's text, and sequences as the model sees them"
     parser = add_to_group(actions, _peek, help, FLAGS)
     # It shows documents.
@@ -103,12 +101,6 @@ def _as_options(text: str) -> str:
     for name in _KEYS:
         text = re.sub(rf"\bdata\.{name}\b", f"--{name.replace('_', '-')}", text)
     return text
-
-
-def _verify(arguments: argparse.Namespace) -> tuple[str, int]:
-    from titanlite.cli.verify_tokens import verify
-
-    return verify(arguments.folder)
 
 
 def _peek(arguments: argparse.Namespace) -> str:

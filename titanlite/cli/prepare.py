@@ -1,11 +1,9 @@
 """Tokenize text once, into a folder of token files that training maps
 (`titanlite.data.prepared_tokens`).
 
-Processes tokenize tasks: neighbouring files, or a range of a large one. Each writes its tokens as
-parts, and a part counts once its record `part-*.json` lies beside it. After a crash finished parts
-are kept, if their checksums and the stamps of their texts still fit. So the content is that of an
-undisturbed run. It does not depend on the number of processes either. The index comes last and
-replaces the records.
+Processes tokenize tasks: neighbouring files, or a range of a large one. A part of the tokens counts
+once its record `part-*.json` exists. After a crash, parts whose checksums and texts still fit are
+kept. The content does not depend on crashes or on the number of processes. The index comes last.
 """
 
 from __future__ import annotations

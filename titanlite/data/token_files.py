@@ -28,7 +28,7 @@ from titanlite.data.listing import Listing
 from titanlite.data.mapped_tokens import ORDER, Part
 from titanlite.data.rows import FilePlace
 from titanlite.data.token_cache import records_folder
-from titanlite.data.token_integrity import REPAIR, HashCheck
+from titanlite.data.token_integrity import HashCheck
 from titanlite.data.token_paths import INDEX, is_index
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import counted
@@ -336,6 +336,5 @@ def _prepared(
     for part, of_part in zip(parts, hashes, strict=True):
         if not of_part.is_known():
             part.check_offsets()
-    repair = f"`titanlite data verify {folder}` names all damaged parts; {REPAIR}"
-    check = HashCheck(hashes, repair) if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    check = HashCheck(hashes) if os.environ.get("LOCAL_RANK", "0") == "0" else None
     return TokenFiles(str(folder), parts, tokenizer, vocab_size, index, check)

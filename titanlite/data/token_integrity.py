@@ -36,7 +36,7 @@ _BLOCK = 8 << 20
 #: Offsets that are compared at once.
 _OFFSETS = 1 << 22
 #: What to do about damaged parts.
-REPAIR = "`titanlite data prepare` with the arguments that made the folder makes them again"
+_REPAIR = "`titanlite data prepare` with the arguments that made the folder makes them again"
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,10 @@ def hash_of(file: Path) -> str:
 
 
 class HashCheck:
-    """Compares the hashes of parts with their index, in the order of their first reads.
+    """Compares the hashes of parts with their index, in the order of their first reads."""
 
-    `repair` tells what to do about a damaged part.
-    """
-
-    def __init__(self, parts: Sequence[PartHashes], repair: str) -> None:
-        self._parts, self._repair = parts, repair
+    def __init__(self, parts: Sequence[PartHashes]) -> None:
+        self._parts = parts
         self._begun: dict[int, Future[None]] = {}
         self._pool = Pool(1, "titanlite-check")
         self._problem: DataError | None = None
@@ -144,7 +141,7 @@ class HashCheck:
             self._problem = DataError(
                 f"{error}. It was first read at {began}. Checkpoints saved since then may hold "
                 "what it taught: go on from an older one (checkpoint.load_step). "
-                f"{self._repair}"
+                f"{_REPAIR}"
             )
 
 

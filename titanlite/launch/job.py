@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 from msgspec.structs import asdict
 
 from titanlite import exit_codes
-from titanlite.config.checks import placed
-from titanlite.config.errors import ConfigError, Problem, nearest, refuse
+from titanlite.config.errors import ConfigError, Problem, refuse
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.run_sections import Launch
 from titanlite.config.toml import loads, quote
-from titanlite.plan.hardware import INSTANCES, Instance, bfloat16_problems
+from titanlite.plan.hardware import Instance, find_instance
 from titanlite.run.config import RunConfig
 from titanlite.runs.provenance import config_text
 from titanlite.utils import control_characters, escape_name
@@ -85,20 +84,12 @@ def files_of_job(folder: Path) -> list[str] | None:
 def machine_of(config: LoadedConfig) -> tuple[Instance | None, int]:
     """Return the instance type of section [launch], and the ranks of a machine; 0: it names none.
 
-    Raises ConfigError for an unknown type, and for one with fewer GPUs or without bfloat16.
+    Raises ConfigError for an unknown type, and for one with fewer GPUs.
     """
     launch = config.sections.launch
     instance = None
     if launch.instance_type:
-        # SageMaker and HyperPod write a prefix.
-        name = launch.instance_type.removeprefix("ml.")
-        instance = INSTANCES.get(name)
-        if instance is None:
-            key = "launch.instance_type"
-            close = ", ".join(nearest(name, list(INSTANCES), 3))
-            advice = f"nearest: {close or 'none'}; or leave it out and set launch.gpus_per_node"
-            message = f"no instance type {launch.instance_type!r} is known"
-            raise ConfigError([Problem("does-not-fit", key, message, advice, config.place(key))])
+        instance = find_instance(launch.instance_type, config.place("launch.instance_type"))
     ranks = launch.gpus_per_node or (instance.gpus if instance else 0)
     if instance and ranks > instance.gpus and not launch.cpu:
         key = "launch.gpus_per_node"
@@ -107,9 +98,6 @@ def machine_of(config: LoadedConfig) -> tuple[Instance | None, int]:
             "at most"
         )
         raise ConfigError([Problem("does-not-fit", key, message, where=config.place(key))])
-    if instance:
-        problems = bfloat16_problems(config.sections.training, instance.gpu_key)
-        refuse(placed(config, problems))
     if instance and not launch.efa:
         instance = instance._replace(efa=0, rdma=False)
     return instance, ranks

@@ -4,12 +4,13 @@ guard.jsonl in the run's folder has a line for each bad step, and is only ever a
 
     {"step": 7, "time": 1764682391.2, "kind": "not finite", "action": "skip", "loss": "nan",
      "grad_norm": "nan",
-     "message": "step 7: …", "ranks": [1], "data_steps": "7", "documents": {"48": [3, 17], "49":
-     [5], …}}
+     "message": "step 7: …", "ranks": [1], "hosts": [], "data_steps": "7", "documents": {"48":
+     [3, 17], "49": [5], …}}
 
-`documents` has the numbers of the documents of each sequence of the global batch. They count from 0
-in the order of the files and of the records in them. Of a stream it has files and records, for the
-sequences of rank 0 alone. `losses` is of `titanlite.metrics.document_losses`.
+`documents` has the numbers of the documents of each sequence of the global batch, from 0 in the
+order of files and records; of a stream files and records of rank 0 alone. `hosts` may have a
+broken device. `losses` is of
+`titanlite.metrics.document_losses`.
 """
 
 from __future__ import annotations
@@ -138,6 +139,7 @@ class AnomalyLog:
             "grad_norm": bad.norm,
             "message": str(bad),
             "ranks": bad.ranks,
+            "hosts": bad.hosts,
             "data_steps": steps_text(sequences[0], sequences[-1] + 1, self._course),
             **more,
             "losses": [

@@ -35,8 +35,7 @@ def verdict(states: Sequence[RankState]) -> tuple[list[RankState], str]:
     """Return the ranks to blame (none where none stands out), and a sentence about them.
 
     The blame goes, in this order, to a rank that raised, does not answer, has left, or is at an
-    earlier place of the program. Among ranks at the same place it is the one that is not in a
-    collective: a rank that waits there is not to blame.
+    earlier place of the program and not in a collective.
     """
     if raised := [s for s in states if s.end == "raised"]:
         first = raised[0]

@@ -14,21 +14,16 @@ from titanlite.utils import logger
 class Position:
     """Notes step and phase of a rank, and ends a rank that hangs after its last step.
 
-    Nothing else is watched, because nobody waits for a rank alone.
-
-    Args:
-        closing_seconds: how long callbacks and threads may take to end after the last step, before
-            the process ends with an error and so frees the run's folder; 0: as long as they want.
-
-    Attributes:
-        verdict: the sentence that names the rank at fault, once there is one.
-        on_peer: called with the error of another rank before this one ends.
+    closing_seconds: how long callbacks and threads may take after the last step, before the process
+    ends with an error; 0: as long as they want.
     """
 
     def __init__(self, closing_seconds: float = 0.0) -> None:
         self._closing_seconds = closing_seconds
         self._closing: threading.Timer | None = None
+        #: The sentence that names the rank at fault.
         self.verdict = ""
+        #: Gets the error of another rank before this one ends.
         self.on_peer: Callable[[Any], None] | None = None
         #: Step, number of the phase in it, phase, and when it began.
         self._now = (0, 0, "start", time.monotonic())
@@ -36,8 +31,7 @@ class Position:
     def phase(self, name: str, step: int | None = None) -> None:
         """Note that this rank begins a phase: data, forward, backward, ...
 
-        All ranks call it in the same order. Costs about half a microsecond. step: number of a step
-        that begins.
+        All ranks call it in the same order. step: number of a step that begins.
         """
         old, place, _, _ = self._now
         if step is None or step == old:

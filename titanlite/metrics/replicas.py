@@ -26,8 +26,7 @@ _NAMED = 4
 class EqualReplicas(Callback):
     """Compares at the first log what several ranks hold of the weights, by sums of its bits.
 
-    A checkpoint holds one of these parts, so they must be equal. They differ where ranks draw other
-    random numbers for the same activations, run other code, or compute wrong.
+    A checkpoint holds one of these parts, so they must be equal.
     """
 
     def __init__(self) -> None:

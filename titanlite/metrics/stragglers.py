@@ -20,11 +20,9 @@ _LOGS_BETWEEN = 50
 class StragglerDetector:
     """Finds the rank that the others wait for, by each rank's own work.
 
-    A rank that is late in one collective makes every other rank wait there, so step times are equal
-    and tell nothing. On a CPU the work is the CPU time of the training thread, which a collective
-    does not take, plus waiting for data. On a GPU it is the waiting for data, and the time of the
-    model's head on the device for the latest micro-batch. All ranks multiply the same matrices
-    there, without communication.
+    Step times are equal on all ranks and tell nothing. On a CPU the work is the CPU time of the
+    training thread, plus waiting for data. On a GPU it is waiting for data, and the time of the
+    model's head for the latest micro-batch, where all ranks multiply the same matrices.
 
     head: the module that computes the logits; without one only a GPU rank's data waits are known.
     """

@@ -1,9 +1,7 @@
 """How fast a run is, and what it needs: rates since the last log, peak FLOPS, memory.
 
-Times are the host's. On a GPU the host only issues a step, so single step times say little. A log
-reads values from the device and so waits for it. The window between two logs is right on every
-device. So rates are means over a window, and each step enters the estimate of the time left with
-its window's mean.
+Times are the host's, which on a GPU only issues a step. A log waits for the device, so rates are
+means over the window between two logs.
 """
 
 from __future__ import annotations

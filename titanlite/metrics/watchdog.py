@@ -8,13 +8,11 @@
             ...
 
 A daemon thread of each rank publishes the rank's state in the run's key-value store, over its own
-connection. So it works when a collective hangs, on gloo and on NCCL. It needs no collective and
-does not read the device. A rank alone has a `Position`.
+connection, so it works when a collective hangs. It does not read the device. A rank alone has a
+`Position`.
 
-Traffic: one value of about 1 KB per rank and heartbeat (2 s), and two requests per rank and second.
-From 1,000 ranks on both come less often, so that the store gets no more than 3,000 requests a
-second. Only rank 0 reads the states of others, and only when it has stood still itself. Ranks of
-one run stand still together.
+Traffic: 1 KB per rank and heartbeat, and two requests per rank and second; from 1,000 ranks on at
+most 3,000 requests a second in all. Rank 0 reads the states of others when it stands still itself.
 """
 
 from __future__ import annotations
@@ -99,18 +97,12 @@ class PeerError(RuntimeError):
 class HangWatchdog(Position):
     """Watches the ranks of the default process group while the block runs.
 
-    Enter it on all ranks, after the group was made. When rank 0 makes no progress for the deadline,
-    it logs a table of all ranks and a sentence that names the culprit, and ends no process. When an
-    exception leaves the block on one rank alone, the others end within seconds, with
-    `exit_codes.LOST_PEER`, and rank 0's last line is that exception. A stop or the guard raises on
-    all ranks, which ends no other rank. A collective that failed ends none either: rank 0 logs the
-    table.
+    Enter it on all ranks. Without progress for the deadline, rank 0 logs a table of all ranks and
+    names the culprit, and no process ends. An exception that leaves the block on one rank alone
+    ends the others within seconds, with `exit_codes.LOST_PEER`. A failed collective ends none.
 
-    Args:
-        stall, comm: sections with the deadlines. Phases in PATIENT have the collectives' first
-            timeout.
-        folder: of the run, whose logs and flight records messages name; None: they name none.
-        end: ends this process with a code, when another rank has raised. None: nothing ends it.
+    stall, comm: sections with the deadlines. folder: of the run, for messages. end: ends this
+    process with a code.
     """
 
     def __init__(

@@ -21,6 +21,8 @@ class BadStepError(RuntimeError):
     exit_code = exit_codes.GUARD
     #: All ranks raise it at the same place.
     together = True
+    #: Where a device may be broken.
+    hosts: Sequence[str] = ()
 
     def __init__(  # noqa: PLR0913
         self,
@@ -92,10 +94,11 @@ class WeightsError(BadStepError):
 
 
 class CorruptionError(BadStepError):
-    """A step that was computed twice gave other bits. ranks: where it did first."""
+    """A step that was computed twice gave other bits, or replicas have them. ranks: where first."""
 
     exit_code = exit_codes.CORRUPTION
 
-    def __init__(self, step: int, why: str, ranks: Sequence[int]) -> None:
+    def __init__(self, step: int, why: str, ranks: Sequence[int], hosts: Sequence[str]) -> None:
         super().__init__(step, math.nan, math.nan, "", "corruption", ranks)
+        self.hosts = hosts
         self.args = (f"step {step}: {why}. No update was made of it",)

@@ -64,10 +64,11 @@ class GatedOptimizer(torch.optim.Optimizer):
         """Write `value` into the local tensor `target`, in its dtype, unless this step is held
         back.
         """
-        value = value.to(target.dtype)
-        target.copy_(
-            value if self.found_inf is None else torch.where(self.found_inf.bool(), target, value)
-        )
+        if self.found_inf is None:
+            target.copy_(value)
+        else:
+            value = value.to(target.dtype)
+            torch.where(self.found_inf.bool(), target, value, out=target)
 
     def buffer(self, parameter: torch.nn.Parameter, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return the local part of a state tensor shaped as the parameter, of zeros at first."""

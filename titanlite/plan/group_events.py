@@ -1,8 +1,6 @@
 """Events of the groups that FSDP gathers and reduces. No torch here.
 
-A gather fills a buffer from all ranks and copies it into whole weights. The buffer lives until the
-next gather. A reduction puts whole gradients in order in a buffer and leaves this rank's part. The
-buffer lives until the next reduction.
+The buffer of a gather or a reduction lives until the next one.
 
 Experts that ranks share are gathered after the other weights of their group, and reduced before
 them.

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from titanlite.config.errors import ConfigError, Problem, refuse
+from titanlite.config.errors import ConfigError, Problem, nearest
 from titanlite.models.spec import names_like
 from titanlite.plan.parts import GIB
 from titanlite.utils import counted
 
 if TYPE_CHECKING:
     from titanlite.config.run_sections import Launch
-    from titanlite.config.sections import Training
     from titanlite.run.config import RunConfig
 
 
@@ -33,8 +31,7 @@ class Gpu:
     pattern: str
     #: Bytes that torch reports.
     memory: int
-    #: Peak dense FLOPS of matrix products; float8 is None where there is none. `HALF_ALONE` have
-    #: those of float16 in place of bfloat16.
+    #: Peak dense FLOPS of matrix products; float8 is None where there is none.
     bf16: float
     float8: float | None
     #: Bytes per second: of the memory; to the other GPUs of the machine, and to the host, each per
@@ -84,13 +81,8 @@ GPUS: dict[str, Gpu] = {
         _gpu("l40s-48g", r"L40S", 44.39, (362, 733), (864, 32, 32)),
         _gpu("l4-24g", r"L4", 21.95, (121, 242), (300, 32, 32)),
         _gpu("a10g-24g", r"A10G", 21.98, (70, None), (600, 32, 32), 0.748, 0.557),
-        _gpu("v100-32g", r"V100.*32GB", 31.73, (125, None), (900, 150, 16), 0.748, 0.557),
-        _gpu("v100-16g", r"V100", 15.77, (125, None), (900, 150, 16), 0.748, 0.557),
-        _gpu("t4-16g", r"T4", 14.56, (65, None), (320, 16, 16), 0.748, 0.557),
     )
 }
-#: GPUs whose products have no bfloat16.
-HALF_ALONE = ("v100-32g", "v100-16g", "t4-16g")
 
 
 class Instance(NamedTuple):
@@ -144,30 +136,12 @@ def _graphics(name: str, gpu: str, memory: int, host: int) -> dict[str, Instance
     return found
 
 
-#: Size → GPUs, EFA devices, Gbit/s, GiB of the host.
-_G4DN = {
-    "xlarge": (1, 0, 5, 16),
-    "2xlarge": (1, 0, 10, 32),
-    "4xlarge": (1, 0, 20, 64),
-    "8xlarge": (1, 1, 50, 128),
-    "12xlarge": (4, 1, 50, 192),
-    "16xlarge": (1, 1, 50, 256),
-    "metal": (8, 1, 100, 384),
-}
-
-#: AWS instance types with GPUs, as of 2026, from Amazon's tables of instance types and of EFA.
+#: AWS instance types whose GPUs have bfloat16, as of 2026, from Amazon's tables of instance types
+#: and of EFA.
 INSTANCES: dict[str, Instance] = {
     **_graphics("g5", "A10G", 24, 16),
     **_graphics("g6", "L4", 24, 16),
     **_graphics("g6e", "L40S", 48, 32),
-    **{
-        f"g4dn.{size}": Instance("T4", gpus, 16, efa, network=network, host=host)
-        for size, (gpus, efa, network, host) in _G4DN.items()
-    },
-    "p3.2xlarge": Instance("V100", 1, 16, network=10, host=61),
-    "p3.8xlarge": Instance("V100", 4, 16, network=10, host=244),
-    "p3.16xlarge": Instance("V100", 8, 16, network=25, host=488),
-    "p3dn.24xlarge": Instance("V100", 8, 32, 1, network=100, host=768),
     "p4d.24xlarge": Instance("A100", 8, 40, 4, rdma=True, network=400, host=1152),
     "p4de.24xlarge": Instance("A100", 8, 80, 4, rdma=True, network=400, host=1152),
     "p5.48xlarge": Instance("H100", 8, 80, 32, rdma=True, network=3200, host=2048),
@@ -238,23 +212,17 @@ def peak_flops(device_name: str) -> float | None:
     return gpu.bf16 if gpu else None
 
 
-def bfloat16_problems(training: Training, gpu: str) -> Iterator[Problem]:
-    """Yield the keys that ask a GPU for bfloat16, if it has none."""
-    for name in ("mixed_precision_param", "dtype"):
-        if gpu in HALF_ALONE and getattr(training, name) == "bfloat16":
-            message = f"is bfloat16, which a {gpu.partition('-')[0].upper()} does not have"
-            hint = "set it to float32; float16 would need loss scaling, which titanlite has not"
-            yield Problem("does-not-fit", f"training.{name}", message, hint)
+def find_instance(name: str, place: str = "") -> Instance:
+    """Return an AWS instance type, also from the "ml." names of SageMaker and HyperPod.
 
-
-def find_instance(name: str) -> Instance:
-    """Return an AWS instance type, also from SageMaker's "ml." names.
-
-    Raises ConfigError with the nearest names.
+    place: of the name. Raises ConfigError with the nearest names.
     """
     found = INSTANCES.get(name.removeprefix("ml."))
     if found is None:
-        raise _error("instance", f"no instance type {name!r} is known", names_like(name, INSTANCES))
+        message = f"no instance type {name!r} with bfloat16 is known"
+        close = ", ".join(nearest(name, INSTANCES, 3))
+        advice = f"nearest: {close or 'none'}; or leave it out and set launch.gpus_per_node"
+        raise ConfigError([Problem("does-not-fit", "launch.instance_type", message, advice, place)])
     return found
 
 
@@ -266,7 +234,7 @@ def ranks_of(
     gpus: int | None = None,
     nodes: int | None = None,
 ) -> int:
-    """Return the GPUs that are given, else those of section `[launch]`; 8 of an unknown machine."""
+    """Return the given GPUs, else those of `[launch]`; 8 of an unknown machine."""
     kind = instance or ("" if gpu else launch.instance_type)
     size = find_instance(kind).gpus if kind else launch.gpus_per_node
     return gpus or (nodes or launch.nodes) * (size or DEFAULT_GPUS_PER_NODE)
@@ -297,7 +265,6 @@ def cluster_of(
     else:
         kind = find_gpu(gpu or "")
         alike = [one for one in INSTANCES.values() if one.gpu_key == kind.key and one.gpus == 8]
-    refuse(list(bfloat16_problems(run.training, kind.key)))
     size = gpus_per_node or own or DEFAULT_GPUS_PER_NODE
     shares = [one.network / 8 * 1e9 / one.gpus for one in alike]
     network = min(shares, default=DEFAULT_NETWORK) * size

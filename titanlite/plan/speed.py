@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from titanlite.plan.computing import computing, launches, update
-from titanlite.plan.hardware import HALF_ALONE, Cluster
+from titanlite.plan.hardware import Cluster
 from titanlite.plan.rates import CONSTANTS, Constants, Directions
 from titanlite.plan.step_sizes import StepSizes
 from titanlite.plan.traffic import (
@@ -76,8 +76,7 @@ def predict(run: RunConfig, cluster: Cluster, constants: Constants = CONSTANTS) 
     links = f"links {cluster.gpu.link / 1e9:.0f} GB/s"
     if cluster.nodes > 1:
         links += f", network {cluster.network * 8 / 1e9:.0f} Gbit/s for each machine"
-    kind = "fp16" if cluster.gpu.key in HALF_ALONE else "bf16"
-    peak = f"{cluster.gpu.key}: peak {cluster.gpu.bf16 / 1e12:.0f} TFLOPS in {kind}, {links}"
+    peak = f"{cluster.gpu.key}: peak {cluster.gpu.bf16 / 1e12:.0f} TFLOPS in bf16, {links}"
     assumptions = (peak, *step.products.assumptions)
     if cluster.note:
         assumptions += (cluster.note,)

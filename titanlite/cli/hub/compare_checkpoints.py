@@ -172,8 +172,7 @@ def compare_ids(tokenizer: str, folder: Path) -> str:
     """Return a line that compares `AutoTokenizer`'s ids of sample texts with titanlite's.
 
     folder: an exported one. tokenizer: path of the run's. Raises CheckpointError when ids differ,
-    unless `transformers` takes its own class for such a model. No file can change that, and the
-    line says so.
+    unless `transformers` takes its own class for such a model.
     """
     from titanlite.data import DataError
     from titanlite.data.tokenizer import load_tokenizer

@@ -1,9 +1,6 @@
 """Memory of one rank by a trace.
 
-The real model and step run at their real sizes, on tensors without data.
-
-`FakeTensorMode` gives every operator's result its shape and no memory, and a fake process group
-answers every collective at once. So a laptop runs a step of rank r of thousands.
+The real model and step run at their real sizes, on tensors without data and a fake process group.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ The run is a real one on a CPU, or one without data.
         step(batches, 2, lr)
     memory = RankMemory(rank, meter.moments())
 
-A storage counts from the operator that made it until nothing refers to it. What it was for is
-decided at the end, when its whole life is known. What outlives its module in the forward was kept
-for the backward.
+A storage counts until nothing refers to it. What it was for is decided at the end: what outlives
+its module in the forward was kept for the backward.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """`titanlite plan --search`: the fastest settings that fit, as files to lay over the config.
 
-Model, optimizer, global batch, sequence length, precision and offload stay. The search varies how
-the ranks divide the work, what is recomputed, the micro-batch, chunks of the loss, compilation, and
-how often gradients are reduced. `titanlite.resolve.load` decides what is valid, and the planner's
-formulas give memory and speed.
+`titanlite.cli.plan.settings` has what varies. `titanlite.resolve.load` decides what is valid, and
+the planner's formulas give memory and speed.
 """
 
 from __future__ import annotations
@@ -32,10 +30,10 @@ from titanlite.cli.plan.settings import (
     meshes,
     remedies,
 )
-from titanlite.config.errors import ConfigError, refuse
+from titanlite.config.errors import ConfigError
 from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
-from titanlite.plan.hardware import Cluster, bfloat16_problems
+from titanlite.plan.hardware import Cluster
 from titanlite.plan.memory import with_vocabulary
 from titanlite.plan.parts import needed_bytes
 from titanlite.plan.plan import formula, host_memory
@@ -187,7 +185,6 @@ class _Search:
             self._found[name] = None
             with suppress(ConfigError):
                 run = resolve(self.config.changed(given), self.cluster.gpus)[1]
-                refuse(list(bfloat16_problems(run.training, self.cluster.gpu.key)))
                 self._found[name] = Candidate(given, run, self.speed(run))
         return self._found[name]
 

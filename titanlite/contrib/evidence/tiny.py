@@ -7,12 +7,12 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from titanlite.config.data_sections import Data, DataSource
-from titanlite.config.dataset_registry import BUNDLED_IDS, BUNDLED_TOKENIZER_NAME, hub_text
+from titanlite.config.data_sections import Data
+from titanlite.config.dataset_registry import BUNDLED_IDS, BUNDLED_TOKENIZER_NAME
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.sections import AUTO_FILTER, Config
 from titanlite.config.toml import loads
-from titanlite.data.dataset_sources import held_out_texts, training_texts
+from titanlite.data.dataset_sources import held_out_texts, is_of_hub, training_texts
 from titanlite.resolve.load import resolve, smallest_world
 from titanlite.run.config import RunConfig
 from titanlite.run.derive import degrees_of, derive
@@ -147,19 +147,13 @@ def tiny_copy(config: LoadedConfig, most: int, folder: str, gpus: int = 0) -> Ti
 def _texts(d: Config) -> dict[str, Any]:
     """Return the bundled texts where one of the config is not on this machine."""
     texts = {**training_texts(d.training, d.data), **held_out_texts(d.validation)}
-    if all(map(_is_here, texts.values())):
+    if all(os.path.exists(one.path or ".") and not is_of_hub(one) for one in texts.values()):
         return {}
     kind = "sft" if d.data.messages_key or d.data.prompt_key else "c4"
     plain = {f"data.{name}": getattr(Data(), name) for name in _OF_TEXTS}
     paths = dict.fromkeys(("training.dataset_path", "validation.dataset_path", "validation.split"))
     names = {"training.dataset": f"{kind}_test", "validation.dataset": f"{kind}_validation"}
     return {**plain, **paths, **names, "validation.sources": [], "validation.format": None}
-
-
-def _is_here(source: DataSource) -> bool:
-    if source.path is not None:
-        return os.path.exists(source.path)
-    return hub_text(source.name or "") is None
 
 
 def _model(d: Config, run: RunConfig) -> dict[str, Any]:

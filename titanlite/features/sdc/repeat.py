@@ -1,11 +1,13 @@
 """Runs the forward and backward pass of a step twice, and compares the bits on the device.
 
 A hash of 64 bits is taken of this rank's loss, of its gradients before and after they are summed
-over ranks, and of the buffers of the model.
+over ranks, and of the buffers of the model. Replicas must have the same summed gradients.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import socket
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -66,11 +68,13 @@ class RepeatedSteps(Callback):
             tensor.copy_(value)
         share, second = self._hashed(arguments, state)
         differs = torch.stack(list(first.values())) != torch.stack(list(second.values()))
-        anywhere = differs.any().int()
+        odd = self._unlike_replicas(second)
+        anywhere = (differs | odd).any().int()
         dist.all_reduce(anywhere, dist.ReduceOp.MAX)
         if anywhere:
             self._drop_gradients()
-            self._fail([name for name, wrong in zip(first, differs.tolist(), strict=True) if wrong])
+            wrong = [itertools.compress(first, mask.tolist()) for mask in (differs, odd)]
+            self._fail(*map(list, wrong))
         self._is_first = False
         return share
 
@@ -107,25 +111,49 @@ class RepeatedSteps(Callback):
                 hashes[kind + name] = bit_sum(plain_local(weight.grad)).to(share.device)
         return share, hashes | {name: bit_sum(tensor) for name, tensor in state.items()}
 
-    def _fail(self, names: list[str]) -> NoReturn:
-        """Raise the error, the same on all ranks. names: of this rank's hashes that differ."""
+    def _unlike_replicas(self, hashes: dict[str, Tensor]) -> Tensor:
+        """Return for each hash whether it is of a summed gradient, and at most half of the replicas
+        have it.
+        """
+        values = torch.stack(list(hashes.values()))
+        values *= torch.tensor([name.startswith(_SUMMED) for name in hashes], device=values.device)
+        group = self._trainer.parts.mesh["dp_replicate"].get_group()
+        found = [torch.empty_like(values) for _ in range(group.size())]
+        dist.all_gather(found, values, group)
+        return (torch.stack(found) == values).sum(0) * 2 <= len(found)
+
+    def _fail(self, names: list[str], odd: list[str]) -> NoReturn:
+        """Raise the error, the same on all ranks.
+
+        names: of this rank's hashes that differ. odd: of those that replicas do not have.
+        """
         parts = self._trainer.parts
         # A sum over ranks takes the error of one to others.
         own = [name for name in names if name.startswith(_OWN)]
-        found = gather_objects((f"{socket.gethostname()}, {parts.world.device}", own, names))
-        at = 1 if any(own for _, own, _ in found) else 2
+        # Its name in Slurm, which may be another.
+        host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        found = gather_objects((own, names, odd, host, f"{host}, {parts.world.device}"))
+        at = next(kind for kind in range(3) if any(one[kind] for one in found))
         ranks = [rank for rank, one in enumerate(found) if one[at]]
-        where = f"{name_ranks(ranks)} ({'; '.join(found[rank][0] for rank in ranks[:_NAMED])})"
+        hosts = sorted({found[rank][3] for rank in ranks})
+        where = f"{name_ranks(ranks)} ({'; '.join(found[rank][4] for rank in ranks[:_NAMED])})"
         shown = ", ".join(found[ranks[0]][at][:_NAMED])
-        why = f"a second forward and backward pass gave other bits on {where}, first in {shown}"
+        how = "a second forward and backward pass gave other bits"
+        shared = "Ranks that exchange activations share a fault of one of them"
+        if at == 2:
+            how = "the gradients of replicas have other bits"
+            shared = "Any of them may be wrong: no other value has a majority"
+        why = f"{how} on {where}, first in {shown}"
         if len(ranks) > 1:
-            why += ". Ranks that exchange activations share a fault of one of them"
+            why += f". {shared}"
         if self._is_first:
             # Nothing is gained by going back.
             parts.train_step.guard.policy = "stop"
+        if self._is_first and at < 2:
+            hosts = []
             why += (
                 ". Every step may do so where kernels are not deterministic: set "
                 "debug.deterministic = true; if bits still differ, a device is broken. "
                 "sdc.freq = 0 turns the check off"
             )
-        raise CorruptionError(self._trainer.step, why, ranks)
+        raise CorruptionError(self._trainer.step, why, ranks, hosts)
