@@ -31,7 +31,7 @@ OURS = {
     },
     #: Functions of `titanlite.cli.hub.export_weights.Source` that return files to write beside
     #: weights, by name.
-    "exports": {"statement": "titanlite.contrib.hub.statement:statement_files"},
+    "exports": {"statement": "titanlite.contrib.hub.data_statement:statement_files"},
     "trackers": {
         "wandb": "titanlite.metrics.wandb:WandbTracker",
         "mlflow": "titanlite.contrib.trackers.mlflow:MlflowTracker",

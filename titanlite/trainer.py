@@ -91,7 +91,7 @@ class Trainer:
                         except BadStepError as bad:
                             self.roll_back(bad)
                 if self.stopping and (self.step < self.steps or self.owed):
-                    from titanlite.dist.stop_message import stopped
+                    from titanlite.dist.stopped_state import stopped
 
                     raise stopped(self)
             except BaseException as error:

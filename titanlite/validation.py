@@ -79,10 +79,7 @@ _FIRST_SECONDS, _REPORT_SECONDS = 2.0, 10.0
 
 
 def _reported(batches: ValidationSet) -> Iterator[tuple[int, Batch]]:
-    """Yield the batches; log how long they will take when some are done, and then how many are.
-
-    A GPU may be some batches behind the host, so the time is a little too short at first.
-    """
+    """Yield the batches; log how long they will take when some are done, and then how many are."""
     total, began = len(batches), time.monotonic()
     due = began + _FIRST_SECONDS
     for done, batch in enumerate(batches):

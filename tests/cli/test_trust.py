@@ -419,8 +419,8 @@ def test_every_record_of_a_model_and_every_text_of_a_config_says_whose_it_is():
         "checkpoint/choice.py",
         "cli/eval_losses.py",
         "cli/hub/export_weights.py",
-        "contrib/evidence/records.py",
-        "contrib/hub/statement.py",
+        "contrib/evidence/check_records.py",
+        "contrib/hub/data_statement.py",
         "contrib/lab/members.py",
     }
     assert not _files_with(call + r"(?![^\n]*\b(origin|trust\.))")

@@ -15,8 +15,8 @@ import pytest
 from tests.support.processes import titanlite
 from tests.support.token_folders import TOKENIZER, write_prepared
 from titanlite.data import DataError, token_integrity
+from titanlite.data.damaged_tokens_callback import TokenHashes
 from titanlite.data.token_files import TokenFiles, TokenKeys, open_tokens
-from titanlite.data.token_hash_callback import TokenHashes
 from titanlite.data.token_paths import INDEX
 from titanlite.dist.signals import StopSignal
 

@@ -18,7 +18,7 @@ from tests.support.llamas import SCALED, relative, tokens_of
 from tests.support.llamas import VARIANTS as LLAMAS
 from tests.support.reference import in_memory, in_our_names
 from titanlite.checkpoint.foreign_formats import open_weights
-from titanlite.contrib.evidence.traces import compare, trace_ours, trace_transformers
+from titanlite.contrib.evidence.module_differences import compare, trace_ours, trace_transformers
 from titanlite.models import SPECS, LlamaArgs, ShapeError, resolve_args
 from titanlite.models.args import as_record
 from titanlite.models.argument_fields import deciding

@@ -50,7 +50,7 @@ OFF = [
     "config/own_functions",
     "config/unknown_keys",
     "config/variables",
-    "resolve/folder_shape",
+    "resolve/weights_shape",
     "checkpoint/async_save",
     "checkpoint/dcp_files",
     "checkpoint/hf",
@@ -122,8 +122,8 @@ OFF = [
     "regularized_loss",
     "checkpoint/resume",
     "optim/spikes",
-    "dist/stop_message",
-    "data/token_hash_callback",
+    "dist/stopped_state",
+    "data/damaged_tokens_callback",
     "checkpoint/verify_resume",
 ]
 

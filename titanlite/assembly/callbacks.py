@@ -44,7 +44,7 @@ def build_callbacks(
         every.append(Timeouts(run.comm.init_timeout_seconds, run.comm.train_timeout_seconds))
     checks = checks_of([parts.datasets.train, *parts.datasets.validation.values()])
     if checks:
-        from titanlite.data.token_hash_callback import TokenHashes
+        from titanlite.data.damaged_tokens_callback import TokenHashes
 
         every.append(TokenHashes(checks))
     garbage = GarbageCollection(run.training.gc_freq)

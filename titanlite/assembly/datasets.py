@@ -45,7 +45,7 @@ def read_datasets(run: RunConfig, share: Share = alone) -> Datasets:
     # Text takes long; a vocabulary that is the tokenizer's was not known when the config was
     # checked.
     if run.checkpoint.initial_load_path is not None:
-        from titanlite.resolve.folder_shape import source_problems
+        from titanlite.resolve.weights_shape import source_problems
 
         args = run.model_args(tokenizer.vocab_size)
         refuse(list(source_problems(run.model, run.checkpoint, args)))

@@ -17,10 +17,7 @@ def aws_fsdp_step(f: Figures) -> str:
 
 
 def aws_fsdp_line(place: int, text: str, now: datetime) -> str:
-    """Return a line of the AWS FSDP samples.
-
-    place: the line of their train.py that prints it; parsers of such logs expect one.
-    """
+    """Return a line of the AWS FSDP samples. place: the line of their train.py that prints it."""
     return f"{now:%Y-%m-%d %H:%M:%S} I [train.py:{place}] {text}"
 
 

@@ -6,9 +6,7 @@ import torch
 
 
 class EnergyMeter:
-    """Measures from now on what as many GPUs as ranks use, if all use as much as those of this
-    machine.
-    """
+    """Measures the energy of as many GPUs as ranks, as if all used what this machine's use."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks

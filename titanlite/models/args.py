@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from titanlite.config.model_sections import Model
 
 
-#: Value of `model.flavor`: the shape is that of a folder. `titanlite.resolve.folder_shape` reads it
-#: into `model.overrides`, so that the config which is kept needs the folder no more.
+#: Value of `model.flavor`: the shape is that of a folder. `titanlite.resolve.weights_shape` reads
+#: it into `model.overrides`, so that the config which is kept needs the folder no more.
 FROM_FOLDER = "from_folder"
 
 

@@ -140,7 +140,7 @@ def _shaped(config: LoadedConfig) -> LoadedConfig:
     d = config.sections
     if d.model.flavor != FROM_FOLDER:
         return config
-    from titanlite.resolve.folder_shape import read_shape
+    from titanlite.resolve.weights_shape import read_shape
 
     try:
         shape = read_shape(d.model, d.checkpoint, below(d.job.dump_folder, d.checkpoint.folder))
@@ -196,7 +196,7 @@ def _problems_of_run(config: LoadedConfig, run: RunConfig) -> list[Problem]:
     for model_rule in model_rules.RULES:
         found += model_rule(run, args)
     if run.checkpoint.initial_load_path is not None:
-        from titanlite.resolve.folder_shape import source_problems
+        from titanlite.resolve.weights_shape import source_problems
 
         found += source_problems(run.model, run.checkpoint, args)
     if not found:

@@ -1,12 +1,4 @@
-"""What was predicted of a run before it started: prediction.json in its folder. No torch here.
-
-    {"plan": {…what `titanlite plan --json` prints…},
-     "loss": {"model": …, "tokens_per_step": …, "steps": …,
-              "curve": [{"step": 100, "loss": 4.1, "low": 4.05, "high": 4.16}, …]}}
-
-`titanlite plan --keep`, `titanlite ladder` and the start on a GPU write it. The start of a run
-copies what is of its size into attempts.jsonl.
-"""
+"""What was predicted of a run before it started: prediction.json in its folder. No torch here."""
 
 from __future__ import annotations
 
@@ -43,8 +35,11 @@ class _Plan(TypedDict):
     needed_gib: float
 
 
+# {"plan": {…what `titanlite plan --json` prints…},
+#  "loss": {"model": …, "tokens_per_step": …, "steps": …,
+#           "curve": [{"step": 100, "loss": 4.1, "low": 4.05, "high": 4.16}, …]}}
 class Prediction(TypedDict, total=False):
-    """What is known before a run. Beside these names each part has those of the run it is for."""
+    """The file. Each part also names the run that it is for."""
 
     plan: _Plan
     loss: _Curve

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from titanlite.cli.hub.compare_checkpoints import read_transformers
 from titanlite.cli.main import main
-from titanlite.contrib.evidence.parity import DIFFERENT, TOLERANCE
-from titanlite.contrib.evidence.traces import (
+from titanlite.contrib.evidence.module_differences import (
     compare,
     read_model,
     trace_ours,
     trace_transformers,
     write_random,
 )
+from titanlite.contrib.evidence.parity import DIFFERENT, TOLERANCE
 from titanlite.models import SPECS
 
 SPEC = SPECS["llama3"]

@@ -17,8 +17,8 @@ from tests.support.tiny import KEPT_TOKENS
 from titanlite.cli.main import main
 from titanlite.config.load import read
 from titanlite.contrib.evidence import prove
-from titanlite.contrib.evidence.bench import Bench
 from titanlite.contrib.evidence.checks import FAILS, FOUND, HOLDS, IDLE, MISSED, NOT_RUN, Check
+from titanlite.contrib.evidence.child_runs import Bench
 from titanlite.contrib.evidence.tiny import tiny_copy
 
 CONTROLS = ["moment", "generator", "weight", "batch", "rounding"]
@@ -92,7 +92,7 @@ def judge(
     def kept(runs: Path, *rest: object) -> Bench:
         return Finished(folder / "runs", *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("titanlite.contrib.evidence.bench.Bench", kept)
+    monkeypatch.setattr("titanlite.contrib.evidence.child_runs.Bench", kept)
     code = main(["prove", "debug_model.toml", *FLAGS, "--folder", str(folder)])
     return code, (folder / "proof.html").read_text()
 

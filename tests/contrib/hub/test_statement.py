@@ -19,7 +19,7 @@ from titanlite import load_config
 from titanlite.assembly.datasets import read_datasets
 from titanlite.cli.hub.export_weights import convert
 from titanlite.config.load import load_file
-from titanlite.contrib.hub.statement import sources_of
+from titanlite.contrib.hub.data_statement import sources_of
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics.energy import EnergyMeter

@@ -1,8 +1,4 @@
-"""What a run took against its own plan, for `titanlite plan --measured`.
-
-A step's seconds are those of metrics.jsonl. A trace of `profiling.enable_profiling` divides them by
-kind of work.
-"""
+"""What a run took against its own plan, for `titanlite plan --measured`."""
 
 from __future__ import annotations
 
@@ -81,7 +77,6 @@ def anchored(cluster: Cluster, folder: Path) -> Cluster:
 
 
 def _expected(run: RunConfig, cluster: Cluster) -> dict[str, float]:
-    """Return the planned seconds of a step, by kind of work."""
     step = StepSizes(run, cluster, CONSTANTS)
     work = computing(step)
     once = work.forward.plus(work.backward).plus(work.again)

@@ -17,8 +17,8 @@ from titanlite.checkpoint.manifest import digest_of, find, read_manifest
 from titanlite.cli.hub.compare_checkpoints import our_logits
 from titanlite.config.dataset_registry import BUNDLED_IDS
 from titanlite.config.toml import quote
-from titanlite.contrib.evidence.bench import Bench
-from titanlite.contrib.evidence.facts import Facts, as_bytes, distance, facts_of, hashes
+from titanlite.contrib.evidence.child_runs import Bench
+from titanlite.contrib.evidence.run_results import Facts, as_bytes, distance, facts_of, hashes
 from titanlite.contrib.evidence.tiny import HALF, STEPS
 from titanlite.run.config import RunConfig
 

@@ -57,7 +57,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 
     from titanlite.cli.hub.compare_checkpoints import read_transformers
     from titanlite.cli.hub.export_weights import convert
-    from titanlite.contrib.evidence import traces
+    from titanlite.contrib.evidence import module_differences as programs
 
     config, run = check_config([*files_of(arguments), *arguments.flags], training=False)
     if not arguments.weights:
@@ -71,24 +71,24 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         work = Path(scratch)
         folder = arguments.weights or work / "weights"
         if not arguments.weights:
-            traces.write_random(spec, args, folder)
+            programs.write_random(spec, args, folder)
         elif not holds_weights(folder):
             folder = convert(folder, work / "weights", "hf")
-        model = traces.read_model(folder, spec, args)
+        model = programs.read_model(folder, spec, args)
         shape = _BATCH[0], min(_BATCH[1], args.max_seq_len)
         tokens = torch.randint(args.vocab_size, shape, generator=torch.Generator())
-        ours = traces.trace_ours(model, tokens)
+        ours = programs.trace_ours(model, tokens)
         names: dict[str, str] = {}
         if arguments.torchtitan:
-            program, theirs = traces.trace_torchtitan(
+            program, theirs = programs.trace_torchtitan(
                 arguments.torchtitan, model, spec, args, tokens, work
             )
         else:
             program = f"transformers {version('transformers')}"
             other = read_transformers(folder)
-            names = traces.module_pairs(spec, args, other)
-            theirs = traces.trace_transformers(other, spec, args, tokens, work / "gradients")
-    found = traces.compare(ours, theirs)
+            names = programs.module_pairs(spec, args, other)
+            theirs = programs.trace_transformers(other, spec, args, tokens, work / "gradients")
+    found = programs.compare(ours, theirs)
     lines = [f"{spec.name} in titanlite and {program}, {list(shape)} tokens, float32:"]
     for kind, differences in found.items():
         worst = max(differences)

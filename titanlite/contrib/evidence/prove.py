@@ -54,7 +54,7 @@ def add_command(commands: Commands) -> None:
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     finished = arguments.finished
     if finished is not None:
-        from titanlite.contrib.evidence.records import Records
+        from titanlite.contrib.evidence.check_records import Records
 
         checks = Records(finished).checks()
         return report(arguments.folder or finished, finished.absolute().name, checks)
@@ -63,8 +63,8 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         raise bad_flag("CONFIG", "no file is given", "`titanlite prove debug_model.toml`")
     config, problems = read(words)
     refuse(problems)
-    from titanlite.contrib.evidence.bench import CONSOLE, Bench
     from titanlite.contrib.evidence.checks import Proof
+    from titanlite.contrib.evidence.child_runs import CONSOLE, Bench
     from titanlite.contrib.evidence.tiny import RANKS, tiny_copy
 
     own = Path(config.value("job.dump_folder"))

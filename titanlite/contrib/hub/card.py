@@ -11,7 +11,7 @@ from typing import Any
 
 from titanlite.checkpoint.hf_files import PEFT_CONFIG
 from titanlite.config.toml import TOMLDecodeError, loads, quote
-from titanlite.contrib.hub.public_places import last_part, public_place
+from titanlite.contrib.hub.hide_private_paths import last_part, public_place
 from titanlite.contrib.hub.push_source import Weights
 from titanlite.runs.provenance import public_config
 from titanlite.runs.read import TASKS

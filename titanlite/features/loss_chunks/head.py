@@ -132,7 +132,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """Loss and gradients chunk by chunk, so that only one chunk's logits exist at a time.
 
     With gradients computed beside the loss no product is computed twice, and what stays is as large
-    as the inputs. The backward multiplies by the loss's own gradient, a scalar.
+    as the inputs.
     """
 
     @staticmethod

@@ -15,8 +15,8 @@ from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.foreign_formats import open_weights
 from titanlite.checkpoint.hf_files import hf_form
 from titanlite.config.errors import bad_flag
-from titanlite.contrib.evidence import recording
-from titanlite.contrib.evidence.recording import Trace, trace
+from titanlite.contrib.evidence import module_hooks
+from titanlite.contrib.evidence.module_hooks import Trace, trace
 from titanlite.data.rows import IGNORE
 from titanlite.loss import count_valid, cross_entropy_sum
 from titanlite.models.hf import read_config
@@ -54,10 +54,7 @@ class Difference(NamedTuple):
 
 
 def write_random(spec: ModelSpec, args: Any, folder: Path) -> None:
-    """Write a Hugging Face folder whose every weight is random and large enough to matter.
-
-    Raises CheckpointError for a model without that form.
-    """
+    """Write a Hugging Face folder of random weights. Raises CheckpointError for other models."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -91,10 +88,7 @@ def read_model(folder: Path, spec: ModelSpec, args: Any) -> nn.Module:
 
 
 def module_pairs(spec: ModelSpec, args: Any, theirs: nn.Module) -> dict[str, str]:
-    """Return module of titanlite → module of `transformers`, by the family's names of parameters.
-
-    The modules around a pair are one, too.
-    """
+    """Return module of titanlite → module of `transformers`, by its names of parameters."""
     there = {name for name, _ in theirs.named_modules()}
     found: dict[str, str] = {}
     for name, entry in {**spec.hf_names(args), f"{spec.head}.weight": "lm_head.weight"}.items():
@@ -154,12 +148,12 @@ def trace_torchtitan(
     shape["multiple_of"] = args.ffn_width
     scaling: Any = args.rope_scaling or RopeScaling(factor=1.0)
     weights = spec.to_hf(model.state_dict(), args)
-    torch.save((shape, astuple(scaling), weights, tokens), folder / recording.JOB)
-    words = [python, recording.__file__, str(folder)]
+    torch.save((shape, astuple(scaling), weights, tokens), folder / module_hooks.JOB)
+    words = [python, module_hooks.__file__, str(folder)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise bad_flag("--torchtitan", f"{python} cannot run torchtitan 0.2.2:\n{done.stderr}")
-    activations, loss, found = torch.load(folder / recording.RESULT)
+    activations, loss, found = torch.load(folder / module_hooks.RESULT)
     gradients = {name: found[other] for name, other in spec.hf_names(args).items()}
     return f"torchtitan {done.stdout.strip()}", Trace(activations, loss, gradients)
 

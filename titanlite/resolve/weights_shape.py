@@ -1,8 +1,7 @@
 """A run's model and the folder that its weights come from: the shape taken from there, or compared
 with it. No torch.
 
-`titanlite.resolve.load` calls both before any text is read. Checkpoints are imported only where
-a run names such a folder.
+Checkpoints are imported only where a run names such a folder.
 """
 
 from __future__ import annotations
@@ -45,10 +44,8 @@ def read_shape(
 ) -> tuple[Mapping[str, Any], str] | None:
     """Return the shape for `model.flavor = "from_folder"`, as `model.overrides`, and its file.
 
-    None: it is another flavor, or one that needs no folder. folder: of the run's own checkpoints,
-    whose newest decides, so that a resume does not need the first start's folder. Then
-    `model.hf_config`, then `checkpoint.initial_load_path`. Raises ConfigError, and ShapeError for
-    an unknown name.
+    None: it needs no folder. folder: of the run's own checkpoints, whose newest decides; without
+    one `model.hf_config` does, then `checkpoint.initial_load_path`. Raises ConfigError, ShapeError.
     """
     if model.flavor != FROM_FOLDER or model.name == "hf" or not missing_fields(model):
         return None

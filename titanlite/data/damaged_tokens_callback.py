@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 class TokenHashes(Callback):
     """Ends a run whose prepared tokens are found to be damaged.
 
-    A save waits up to `PATIENCE` seconds for parts that are read but not checked, unless the run is
-    asked to stop. Damage that is found later ends the run too.
+    A save waits for parts that are read but not checked, unless the run is asked to stop.
     """
 
-    #: Seconds.
+    #: Seconds that a save waits.
     PATIENCE = 30.0
 
     def __init__(self, checks: Sequence[HashCheck]) -> None:

@@ -39,7 +39,7 @@ def facts_of(run: Path, after: int, last: int) -> Facts:
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
-    """Return the numbers of a tensor as they are in memory."""
+    """Return a tensor's numbers."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 

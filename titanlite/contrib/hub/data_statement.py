@@ -1,6 +1,4 @@
-"""The statement of data and compute beside exported weights: what their run recorded. What it did
-not record is None, or "not stated".
-"""
+"""The statement of data and compute beside exported weights: what their run recorded."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from titanlite.checkpoint.loaded import WEIGHT
 from titanlite.config import trust
 from titanlite.config.data_sections import DataSource
 from titanlite.config.load import read_text
-from titanlite.contrib.hub.public_places import public_place
+from titanlite.contrib.hub.hide_private_paths import public_place
 from titanlite.data.mixtures.state import check_mixture, read_state
 from titanlite.data.mixtures.turns import Turns
 from titanlite.features.lora.settings import RECORD

@@ -34,7 +34,7 @@ def trace(
 ) -> Trace:
     """Run a forward and a backward pass.
 
-    loss_of: runs the forward pass. names: module → its name in the trace; None: all, as they are.
+    names: module → its name in the trace; None: all, as they are.
     """
     found: dict[str, list[Tensor]] = {}
     for name, module in model.named_modules():
