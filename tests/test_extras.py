@@ -47,6 +47,9 @@ BROUGHT = {"fsspec", "pyarrow", "google"}
 FOR_TYPES = {"typing_extensions"}
 #: A package of huggingface_hub and lm-evaluation-harness: it shows how far `titanlite eval` is.
 PROGRESS = {"tqdm"}
+#: nvidia-ml-py, without which the energy of a run is not known, and what `titanlite parity` runs in
+#: another environment.
+ELSEWHERE = {"pynvml", "torchtitan"}
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -82,7 +85,7 @@ def test_each_import_of_the_library_is_installed_with_it_or_has_an_extra():
     others = found - set(sys.stdlib_module_names) - {"titanlite"}
     trackers = {module for module, package in TRACKER_PACKAGES.values() if package in EXTRAS}
     known = names(PROJECT["dependencies"]) | set(EXTRAS) | trackers
-    known |= BROUGHT | PROGRESS | FOR_TYPES
+    known |= BROUGHT | PROGRESS | FOR_TYPES | ELSEWHERE
     assert others - known == set()
 
 
