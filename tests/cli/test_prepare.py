@@ -243,7 +243,8 @@ def test_an_index_that_was_changed_or_names_files_outside_is_refused(tmp_path, c
     assert command("prepare", text, "--out", out)[0] == 0
     index = json.loads((out / INDEX).read_text())
     (out / INDEX).write_text(json.dumps({**index, "options": []}))
-    code, printed = command("verify", out)
+    reading = ["peek", "--training.dataset_path", out, "--training.seq_len", 8]
+    code, printed = command(*reading)
     assert code == 2
     assert "index.json is damaged (it does not fit its checksum)" in printed
     for outside in ({"name": "../outside"}, {"bytes": {"tokens/../../outside": 1}}):
@@ -251,7 +252,7 @@ def test_an_index_that_was_changed_or_names_files_outside_is_refused(tmp_path, c
         changed["fingerprint"] = fingerprint_of(changed)
         changed["checksum"] = checksum_of(changed)
         (out / INDEX).write_text(json.dumps(changed))
-        for words in (["prepare", text, "--out", out], ["verify", out]):
+        for words in (["prepare", text, "--out", out], reading):
             code, printed = command(*words)
             assert code == 2
             assert "which is no part of this folder" in printed
@@ -259,7 +260,7 @@ def test_an_index_that_was_changed_or_names_files_outside_is_refused(tmp_path, c
     # Folders of older versions have no checksum.
     del index["checksum"]
     (out / INDEX).write_text(json.dumps(index))
-    assert command("verify", out)[0] == 0
+    assert command(*reading)[0] == 0
 
 
 @pytest.mark.slow
