@@ -1,4 +1,4 @@
-"""Write an evidence card: a page with what runs of one config on one device showed.
+"""Write an evidence card: a page of measurements of one config on one device.
 
     python benchmarks/card.py '1 rank=RUN_FOLDER' 'compiled' --out docs/cards/NAME.md
 
@@ -92,7 +92,7 @@ def write(page: Path, cells: Mapping[str, Any], facts: Mapping[str, Any]) -> str
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    """Return what the steps of a run showed. Raises RunError for a folder that is no run."""
+    """Return the measurements of a run's steps. Raises RunError for a folder that is no run."""
     run = read_run(folder)
     rows = [row for row in run.training if "tps" in row]
     speeds = [row["tps"] for row in rows[WARMUP:]]
@@ -118,7 +118,7 @@ def figures(folder: Path) -> dict[str, Any]:
 
 
 def origin(run: Run) -> dict[str, Any]:
-    """Return what a run was: its device, versions and config, and the model's FLOPs of a token."""
+    """Return a run's device, versions and config, and the FLOPs of a token."""
     began = run.attempts[-1]
     file = run.folder / "config.toml"
     config = check_config([f"--job.config_file={file}"], began["ranks"], training=False)[1]

@@ -19,7 +19,7 @@ from tests.support.processes import ROOT
 LEFT_OUT = (" g++ git libnuma1", " python3-dev")
 #: Certificates of this machine, which may have a proxy.
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
-#: What the image of nccl-tests sets, in which their FSDP image begins.
+#: Variables of the nccl-tests image, on which AWS's FSDP image is built.
 LAYOUT = {
     "LD_LIBRARY_PATH": (
         "/opt/gdrcopy/lib:/usr/local/cuda/extras/CUPTI/lib64:/opt/amazon/openmpi/lib:"

@@ -1,4 +1,4 @@
-"""What was predicted of a run is recorded at its start, and a run that leaves it tells so."""
+"""The prediction for a run is recorded at its start, and a run that leaves it warns."""
 
 from __future__ import annotations
 

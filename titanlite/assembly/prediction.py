@@ -1,4 +1,4 @@
-"""The callback that records what was predicted of a run, and tells when the run leaves it."""
+"""The callback that records a run's prediction, and warns when the run leaves it."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def list_runs(folders: Iterable[Path]) -> list[Run]:
 
 
 def runs_text(runs: Sequence[Run]) -> str:
-    """Return a table, the reasons of stops, what could not be read, and what was predicted."""
+    """Return a table, the reasons of stops, unreadable parts, and predictions."""
     notes = [f"{run.folder}: {state_words(run)}: {run.reason}" for run in runs if run.reason]
     notes += [problem for run in runs for problem in run.problems]
     notes += [

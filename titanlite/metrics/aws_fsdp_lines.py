@@ -9,7 +9,7 @@ from titanlite.metrics.step_line import Figures
 
 
 def aws_fsdp_step(f: Figures) -> str:
-    """Return what the AWS FSDP samples say of a step."""
+    """Return the text of the AWS FSDP samples for a step."""
     return (
         f"Batch {f['step']} Loss: {f['loss']:.5f}, "
         f"Speed: {f['samples_per_second']:.2f} samples/sec, lr: {f['lr']:.6f}"

@@ -7,7 +7,7 @@ was expected of a run; `provenance` says where it comes from; `read` is what com
 
 #: A line for each start of a run and for each end, see `titanlite.runs.record`.
 ATTEMPTS = "attempts.jsonl"
-#: What was predicted of a run, see `titanlite.runs.prediction`.
+#: File of a run's prediction, see `titanlite.runs.prediction`.
 PREDICTION = "prediction.json"
 #: Folder of the export under way to the hub.
 HUB = ".hub"

@@ -1,4 +1,4 @@
-"""What was predicted of a run before it started: prediction.json in its folder. No torch here."""
+"""The prediction for a run before its start: prediction.json in its folder. No torch here."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Prediction(TypedDict, total=False):
 
 
 class Compared(NamedTuple):
-    """A figure, what was predicted of it, and between which values it was expected."""
+    """A measured figure, its prediction, and the interval of the prediction."""
 
     measured: float
     predicted: float

@@ -92,7 +92,7 @@ class Run:
 
     @property
     def predicted(self) -> Prediction:
-        """What the newest attempt has kept; {}: nothing."""
+        """The prediction of the newest attempt; {}: none."""
         return self.attempts[-1].get("predicted", {}) if self.attempts else {}
 
     @property

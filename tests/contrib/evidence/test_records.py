@@ -66,7 +66,7 @@ def a_row(folder: Path) -> None:
     (folder / "metrics.jsonl").write_text("".join([*lines[:3], lines[2], *lines[3:]]))
 
 
-#: Where it shows, what is said, and the change.
+#: The check that fails, a part of its note, and the altered record.
 ALTERED = {
     "weights": ("saves", "step-6/__0_0.distcp has changed", a_byte),
     "manifest": (

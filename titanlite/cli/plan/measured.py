@@ -1,4 +1,4 @@
-"""What a run took against its own plan, for `titanlite plan --measured`."""
+"""The time of a run beside its own plan, for `titanlite plan --measured`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Evidence that a run computes what it should."""
+"""Proofs that runs are exact and models right."""

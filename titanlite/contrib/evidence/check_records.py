@@ -19,12 +19,12 @@ from titanlite.runs.read import read_run
 from titanlite.runs.record import CONFIG
 from titanlite.utils import counted
 
-#: What is compared, and its two values.
+#: Name of a comparison, and its two values.
 Pairs = Iterator[tuple[str, object, object]]
 
 
 class Records:
-    """What the files of a run say."""
+    """The records of a run."""
 
     def __init__(self, folder: Path) -> None:
         """Raises RunError for a folder that is no run."""

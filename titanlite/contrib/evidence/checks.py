@@ -23,7 +23,7 @@ from titanlite.contrib.evidence.tiny import HALF, STEPS
 from titanlite.run.config import RunConfig
 
 HOLDS, FAILS, NOT_RUN, IDLE = "holds", "fails", "not run", "does not apply"
-#: Of a fault.
+#: States of a fault.
 FOUND, MISSED = "found", "missed"
 #: Layouts round sums differently. They may be so many times as far from one rank as that is from
 #: itself when all first weights differ by their last bit.
@@ -90,7 +90,7 @@ class Proof:
     def __init__(self, bench: Bench, run: RunConfig) -> None:
         self._bench = bench
         self._run = run
-        #: Of layouts; nan: not known.
+        #: Tolerance of layouts; nan: not known.
         self._tolerance = math.nan
 
     def about(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Faults that a proof must find: callbacks that change what a run computes with."""
+"""Callbacks that put faults into a run, which a proof must find."""
 
 from __future__ import annotations
 

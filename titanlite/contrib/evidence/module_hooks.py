@@ -19,7 +19,7 @@ RESULT = "result.pt"
 
 
 class Trace(NamedTuple):
-    """What a program computes of a batch."""
+    """The results of one program for a batch."""
 
     #: Module → the tensors that it returns, and with ", input" those that it gets, in the order of
     #: the forward pass.

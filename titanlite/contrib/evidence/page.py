@@ -1,4 +1,4 @@
-"""proof.json and proof.html: what was checked, the figures, and what they are of."""
+"""Write proof.json and proof.html: the checks, their figures and their origin."""
 
 from __future__ import annotations
 

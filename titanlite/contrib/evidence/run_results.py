@@ -1,4 +1,4 @@
-"""What a run computed, by name."""
+"""The results of a run, by name."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ _LENGTHS = (
     "lr_scheduler.warmup_ratio",
     "lr_scheduler.total_steps",
 )
-#: In place of what only GPUs can do.
+#: Changes for features that only GPUs have.
 _ON_CPU = {"float8.emulate": True, "experimental.enable_async_tensor_parallel": False}
 
 

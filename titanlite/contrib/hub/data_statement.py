@@ -83,7 +83,7 @@ def statement(manifest: Manifest, source: Source) -> dict[str, Any]:
 
 
 def sources_of(config: Config, train: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what a run of a config has read of each text, by its train state in a checkpoint."""
+    """Return the amount that a run has read of each text, by its train state in a checkpoint."""
     data, training = config.data, config.training
     alone = DataSource(name=training.dataset, path=training.dataset_path)
     served = _served(train["data"], data.seed)
