@@ -2,8 +2,8 @@
 
 When: `Trainer.save` asks `SaveSchedule` after each step, and saves at the end and at a stop.
 
-What: this rank's parts of weights, optimizer state and averages, all ranks' random generators, and
-the train state: place in the text, tokens seen, what callbacks add.
+What is saved: this rank's shards of weights, optimizer state and averages, the random generators of
+all ranks, and the train state (place in the data, tokens seen, what callbacks add).
 
 How: a mark beside the folder `step-N` says that a save is under way. Each rank writes and hashes
 its shards, then another rank reads them back. The manifest comes last, by an atomic rename. It
@@ -90,8 +90,8 @@ class Checkpointer:
     checkpoints but those of weights only. base: loads weights that no checkpoint of the run holds,
     before one is looked for. It may add to `fingerprints` and `run_config`.
 
-    A run with a second tier of saves, such as the disks of its nodes, has a subclass of this class
-    with a `loader_class` of its own, and one of `SaveSchedule` (`titanlite.contrib.resilience`).
+    A run with a second tier of saves, such as the disks of its nodes, subclasses this class and
+    `SaveSchedule`, with a `loader_class` of its own (`titanlite.contrib.resilience`).
     """
 
     loader_class = Loader

@@ -51,8 +51,9 @@ class DataSource(Section, frozen=True):
     subset: Name | None = None
     """Part of a data set of the hub (its config). None: the default one."""
     split: Name | None = None
-    """Split of a data set of the hub (None: train), or of local files and URLs whose names tell it
-    (None: a folder must have one alone). "all": all splits.
+    """Split of a dataset of the hub (None: train), or of local files and URLs by their names.
+
+    With None a folder must have one split alone. "all" takes all splits.
     """
     format: TextFormat = "auto"
     """Kind of file. auto: by content. text: each file is one document. source: so is each file of
@@ -144,8 +145,9 @@ class Data(Section, frozen=True):
     subset: Name | None = None
     """Part of a data set of the hub (its config). None: the default one."""
     split: Name | None = None
-    """Split of a data set of the hub (None: train), or of local files and URLs whose names tell it
-    (None: a folder must have one alone). "all": all splits.
+    """Split of a dataset of the hub (None: train), or of local files and URLs by their names.
+
+    With None a folder must have one split alone. "all" takes all splits.
     """
     format: TextFormat | None = None
     """Kind of the files of training.dataset_path, as format of a source. None: by content."""

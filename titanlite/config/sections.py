@@ -35,7 +35,7 @@ class Training(Section, frozen=True):
     """The batch, the length of the run, sharding and precision."""
 
     dataset: Name = "c4_test"
-    """Text by name: c4_test, and sft_test with prompts, are bundled; c4, fineweb, fineweb-edu,
+    """Dataset by name: c4_test, and sft_test with prompts, are bundled. c4, fineweb, fineweb-edu,
     dclm, slimpajama and wikitext are streamed from the Hugging Face hub, as is any other id there
     ("owner/name"). Or a dotted path to a function that returns documents (docs/library.md). With
     dataset_path it is only a name.

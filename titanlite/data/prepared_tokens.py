@@ -1,9 +1,9 @@
 """The folder that `titanlite data prepare` makes: its index, and its parts.
 
-`index.json` is written last and atomically. A part has up to three files: `part-*.tokens` (ids,
-little-endian uint16, uint32 for vocabularies over 65,536), `.offsets` (int64 [documents + 1], where
-documents begin in the part) and, for records with prompts, `.targets` (bits, lowest first: 0 where
-a token is no target).
+`index.json` is written last and atomically. A part has up to three files. `part-*.tokens` has ids,
+little-endian uint16, or uint32 for vocabularies over 65,536. `.offsets` (int64 [documents + 1])
+says where documents begin in the part. Records with prompts have `.targets`: bits, lowest first,
+0 where a token is no target.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ token but the very first is a target exactly once, across documents and epochs.
 Two orders mix the text, both computed from (seed, epoch) alone. The documents of an epoch are put
 in a new order. The windows of a pass are then served in an order of their own: neighbours are of
 one document, and a batch of them would hold one or two texts. Token files keep the order of their
-documents, and the order of their windows is computed place by place, so memory and the time of a
-resume do not depend on their size. `titanlite.data.epoch_order` has the arithmetic of both.
+documents. The order of their windows is computed place by place: memory and the time of a resume
+do not depend on their size. `titanlite.data.epoch_order` has the arithmetic of both.
 
 So sequence i depends on i alone: any rank can serve it. A step takes the next `global_batch`
 numbers (`titanlite.data.loader`), and a checkpoint holds the next number, no more. Streams, whose

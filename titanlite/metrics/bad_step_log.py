@@ -8,9 +8,8 @@ guard.jsonl in the run's folder has a line for each bad step, and is only ever a
      [3, 17], "49": [5], …}}
 
 `documents` has the numbers of the documents of each sequence of the global batch, from 0 in the
-order of files and records; of a stream files and records of rank 0 alone. `hosts` may have a
-broken device. `losses` is of
-`titanlite.metrics.document_losses`.
+order of files and records. For a stream it has files and records of rank 0 alone. `hosts` may have
+a broken device. `losses` is written by `titanlite.metrics.document_losses`.
 """
 
 from __future__ import annotations

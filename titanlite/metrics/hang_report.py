@@ -34,8 +34,8 @@ def table(states: Sequence[RankState], culprits: Sequence[RankState] = ()) -> st
 def verdict(states: Sequence[RankState]) -> tuple[list[RankState], str]:
     """Return the ranks to blame (none where none stands out), and a sentence about them.
 
-    The blame goes, in this order, to a rank that raised, does not answer, has left, or is at an
-    earlier place of the program and not in a collective.
+    The blame goes, in this order, to a rank that raised, does not answer, or has left. Then comes
+    one at an earlier place of the program and not in a collective.
     """
     if raised := [s for s in states if s.end == "raised"]:
         first = raised[0]

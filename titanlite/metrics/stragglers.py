@@ -21,8 +21,8 @@ class StragglerDetector:
     """Finds the rank that the others wait for, by each rank's own work.
 
     Step times are equal on all ranks and tell nothing. On a CPU the work is the CPU time of the
-    training thread, plus waiting for data. On a GPU it is waiting for data, and the time of the
-    model's head for the latest micro-batch, where all ranks multiply the same matrices.
+    training thread, plus waiting for data. On a GPU it is waiting for data, plus the time of the
+    model's head in the latest micro-batch: all ranks multiply the same matrices there.
 
     head: the module that computes the logits; without one only a GPU rank's data waits are known.
     """

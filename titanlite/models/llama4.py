@@ -1,5 +1,7 @@
-"""The text models of Llama 4 (2025): most blocks attend within chunks, the others have no rotary
-positions; experts that a sigmoid chooses, beside a shared one.
+"""The text models of Llama 4 (2025).
+
+Most blocks attend within chunks, and the others have no rotary positions. Experts that a sigmoid
+chooses stand beside a shared one.
 
 No torch here; `titanlite.models.llama4_layers` has the modules. Published files are of models that
 read images, too. Their text part is read, and written alone.

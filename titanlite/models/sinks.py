@@ -1,6 +1,6 @@
-"""Attention with sinks: each head has a learned score that takes its share of the softmax and adds
-nothing to the result (Agarwal et al. 2025, gpt-oss model card; Xiao et al. 2023).
+"""Attention with sinks (Agarwal et al. 2025, gpt-oss model card; Xiao et al. 2023).
 
+Each head has a learned score that takes its share of the softmax and adds nothing to the result.
 A sink is one more key, with that score for every query and the value zero. A kernel without sinks
 returns its result and the logarithm of its sum of exponentials. Both are corrected afterwards, and
 from the corrected ones its backward computes the gradients with the sink. So no scores [seq, seq]

@@ -1,8 +1,8 @@
 """Lifetimes of the tensors inside of a module: bytes kept for the backward, and the peaks of
 forward and backward.
 
-A module is a list of `Op`. `measure` replays it on sizes alone, by the rules of autograd: a saved
-tensor dies with the last node that saved it, a gradient when its node is done.
+A module is a list of `Op`. `measure` replays it on sizes alone, by the rules of autograd. A saved
+tensor dies with the last node that saved it, and a gradient when its node is done.
 """
 
 from __future__ import annotations

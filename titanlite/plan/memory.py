@@ -29,8 +29,8 @@ def estimate(run: RunConfig, rank: int | None = None, device: str = "cuda") -> R
     """Return a rank's memory over a step that is not the first, at most two micro-batches of it.
 
     Of phases the largest peak counts. rank: None for the worst. device: "cuda" or "cpu". Raises
-    NoFormula for a model whose arguments are no `LlamaArgs`, for norms other than RMSNorm, for
-    `training.fsdp_units` by classes, and for zero-bubble schedules of a pipeline.
+    NoFormula for a model whose arguments are no `LlamaArgs`, and for norms other than RMSNorm.
+    Also for `training.fsdp_units` by classes, and for zero-bubble schedules of a pipeline.
     """
     if len(run.course.legs) > 1:
         legs = [estimate(run.steady_at(first), rank, device) for first in run.legs]

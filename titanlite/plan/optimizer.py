@@ -36,8 +36,9 @@ _found: dict[tuple[str, int], float] = {}
 
 
 def _asked(settings: Optimizer, master: int) -> float:
-    """Return the bytes per number that an optimizer of the user keeps, by a step on the meta
-    device; those of AdamW where none can be taken there.
+    """Return the bytes per number that an optimizer of the user keeps.
+
+    A step on the meta device tells them; those of AdamW where none can be taken there.
     """
     key = (repr(settings), master)
     if key not in _found:

@@ -1,9 +1,9 @@
 """From a config to its run: checks in stages, and the numbers that follow.
 
-A stage reports all its problems at once, and the next one runs only if there are none: each key by
-itself (`titanlite.config.load`), contradictions between keys, files and packages
-(`titanlite.config.checks`, and the features' own), then the ranks (`rank_rules`) and the model
-(`model_rules`). No torch here.
+A stage reports all its problems at once, and the next one runs only if there are none. The first
+checks each key by itself (`titanlite.config.load`). The second checks keys against each other,
+files and packages (`titanlite.config.checks`, and the features' own). The last two check the ranks
+(`rank_rules`) and the model (`model_rules`). No torch here.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class RunLock:
     times of the file system or store; the rest of them is waited for. A run that loses its lock
     logs an error, and its next save fails (`OwnershipCheck`).
 
-    It waits for a run that was asked to stop and is saving: where the launcher was killed, the next
+    It waits for a run that was asked to stop and is saving. Where the launcher was killed, the next
     start may come before that run ends.
 
     key: config key of the folder, for messages. ending: whether this run was asked to stop. Raises

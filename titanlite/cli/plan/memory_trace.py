@@ -52,7 +52,7 @@ def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
     device: "cuda" or "cpu". Compiled modules run eagerly, which keeps more: the result is an upper
     bound.
 
-    Raises ConfigError for a run that offloads to the host, or has operators that need data, and
+    Raises ConfigError for a run that offloads to the host, or has operators that need data. Raises
     RuntimeError in a process with a default process group: the trace makes its own.
     """
     if run.training.enable_cpu_offload or run.activation_checkpoint.offload:

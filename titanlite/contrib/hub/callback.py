@@ -1,5 +1,6 @@
-"""Uploads of a run while it trains: each is a `titanlite push` of the lowest priority, so no step
-waits for an export or for the network, and no failure of them ends the run.
+"""Uploads of a run while it trains: each is a `titanlite push` of the lowest priority.
+
+No step waits for an export or for the network, and no failure of an upload ends the run.
 """
 
 from __future__ import annotations

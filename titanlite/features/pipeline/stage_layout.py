@@ -96,8 +96,8 @@ def split_stages(
 def balance_stages(costs: Sequence[Cost], stages: int) -> list[int]:
     """Return where each stage but the first begins, for stages of the most even cost.
 
-    The largest FLOPs of a stage are as few as possible, since all others wait for it; then its
-    largest parameters, as the embedding costs memory alone.
+    The largest FLOPs of a stage are as few as possible, since all others wait for it. Among equal
+    layouts the largest count of parameters is smallest: the embedding costs memory alone.
 
     costs: of the embedding, the blocks, the last norm and the head. Raises ParallelismError for too
     few blocks.

@@ -1,7 +1,7 @@
 """Runs the forward and backward pass of a step twice, and compares the bits on the device.
 
-A hash of 64 bits is taken of this rank's loss, of its gradients before and after they are summed
-over ranks, and of the buffers of the model. Replicas must have the same summed gradients.
+A hash of 64 bits is taken of this rank's loss, of its gradients, and of the model's buffers.
+Gradients are hashed before and after their sum over ranks: replicas must have the same sums.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Fits the scaling law to points, and says how sure it is. numpy alone.
 
 The objective is that of Hoffmann et al. 2022 (arXiv:2203.15556, appendix D.2): a Huber loss, delta
-0.001, of the differences of log losses. Its sum, not its mean, is minimised to the end: a mean
-that stops early is what Besiroglu et al. 2024 (arXiv:2404.10102) found wrong in the paper's own
-numbers. All starts run at once, as rows of arrays, by Levenberg and Marquardt's method: thousands
+0.001, of the differences of log losses. Its sum, not its mean, is minimised to the end.
+Besiroglu et al. 2024 (arXiv:2404.10102) found that a mean had stopped early in the paper's own
+fit. All starts run at once, as rows of arrays, by Levenberg and Marquardt's method: thousands
 of fits of a bootstrap take seconds.
 """
 
