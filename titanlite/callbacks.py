@@ -57,7 +57,7 @@ class Callback:
     `tokens_seen`, `parts` (model, optimizer, loader, …).
     """
 
-    #: What it may add to `trainer.owed`: a resumed run begins with that, in `on_start`.
+    #: Name that it may add to `trainer.owed`: a resumed run begins with it, in `on_start`.
     owes = ""
 
     def on_start(self, trainer: Trainer) -> None:
@@ -123,7 +123,7 @@ class Callbacks:
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.all = list(callbacks)
-        #: Those that implement a point: the others cost nothing.
+        #: Callbacks that implement a point: the others cost nothing.
         self._at: dict[str, list[Callback]] = {}
         for point, default in vars(Callback).items():
             if callable(default) and not point.startswith("__"):

@@ -80,7 +80,7 @@ def after_signal(number: int) -> int:
 _OF_COLLECTIVES = re.compile(r"gloo|time[d-]?[ -]?out|connection|collective", re.IGNORECASE)
 #: torch's own errors where it cannot serve a store.
 _PORT_TAKEN = re.compile(r"EADDRINUSE|failed to listen", re.IGNORECASE)
-#: Those of a host without memory, of a GPU's driver and libraries, and of NCCL. That of torch's
+#: Errors of a host without memory, of a GPU's driver and libraries, and of NCCL. That of torch's
 #: allocator has a class.
 _NO_MEMORY = re.compile(
     r"DefaultCPUAllocator: (can't|not enough)|CUDA error: out of memory|"

@@ -14,7 +14,7 @@ from titanlite.loss import LossFunction, cross_entropy_sum
 
 
 class Objective(NamedTuple):
-    """What the gradient of cross-entropy has beside it, see `regularized`."""
+    """Terms beside the gradient of cross-entropy, see `regularized`."""
 
     z_loss: float = 0.0
     label_smoothing: float = 0.0

@@ -154,7 +154,7 @@ def _keep_to_codes() -> None:
         final = codes.intersection(exit_codes.FINAL)
         if not final:
             return result
-        # Where machines wait to join, another torchrun may have stopped all ranks.
+        # If machines wait to join, another torchrun may have stopped all ranks.
         others_wait = False
         if not final - set(exit_codes.STOPPED):
             # The machine of the store may have left.
@@ -207,7 +207,7 @@ def main() -> NoReturn:
         # The workers have ended, and their code counts.
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        # Where machines are replaced one by one, a new one must not meet the store of a failed
+        # If machines are replaced one by one, a new one must not meet the store of a failed
         # start.
         if end.code == exit_codes.DONE or exit_codes.RESTART_VARIABLE not in os.environ:
             farewell.leave(good=end.code == exit_codes.DONE)

@@ -42,7 +42,7 @@ class Trainer:
         self.steps = parts.steps
         #: All ranks know that one was asked to stop: the step under way is the last.
         self.stopping = False
-        #: What is due and not done, "validation" or "tasks": a resumed run does it first.
+        #: Work that is due and not done, "validation" or "tasks": a resumed run does it first.
         self.owed: set[str] = set()
         #: The checkpoint that the run started from, or went back to.
         self.loaded: LoadedState | None = None

@@ -377,7 +377,7 @@ class JsonLine(NamedTuple):
     raw: bytes
     #: None: the line is damaged.
     entry: dict[str, Any] | None
-    #: What is wrong with it, after the file and the number of the line.
+    #: Its fault, after the file and the number of the line.
     problem: str = ""
 
 

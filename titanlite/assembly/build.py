@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TrainingComponents:
-    """What a training loop is made of, on this rank."""
+    """The parts of a training loop, on this rank."""
 
     run: RunConfig
     world: DistEnv
@@ -119,7 +119,7 @@ class TrainingComponents:
 
     @cached_property
     def anomalies(self) -> AnomalyLog:
-        """What reports bad steps."""
+        """Parts that report bad steps."""
         from titanlite.metrics.bad_step_log import AnomalyLog
 
         return AnomalyLog(self)

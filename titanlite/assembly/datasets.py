@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Datasets:
-    """What is read before anything is built."""
+    """Data that is read before anything is built."""
 
     tokenizer: Tokenizer
     train: Rows
     #: By name, see `TextReader.held_out`; empty where nothing is validated.
     validation: dict[str, Rows]
-    #: Of `eval.tasks`, on rank 0.
+    #: Tasks of `eval.tasks`, on rank 0.
     tasks: Sequence[HarnessTask] = ()
 
 

@@ -35,7 +35,7 @@ def explain(error: Exception, run: RunConfig, asked: LoadedConfig, verdict: str)
     from titanlite.parallel.compile import CompileError
 
     if isinstance(error, ConfigError):
-        # What is found on the machine or in the model has no place in the config yet.
+        # A problem of the machine or of the model has no place in the config yet.
         problems = []
         for found in error.problems:
             where = found.where or asked.place(found.key.partition("[")[0])

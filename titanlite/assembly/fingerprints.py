@@ -1,4 +1,4 @@
-"""What two runs must share for one to resume the other's checkpoints."""
+"""Settings that two runs must share for one to resume the other's checkpoints."""
 
 from __future__ import annotations
 

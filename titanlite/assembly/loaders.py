@@ -28,7 +28,7 @@ _RESERVE = 2
 
 @dataclass(frozen=True)
 class LoaderParts:
-    """What serves the text on this rank."""
+    """Loaders that serve the data on this rank."""
 
     train: Prefetcher
     validation: ValidationSet | None

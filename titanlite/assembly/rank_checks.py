@@ -171,7 +171,7 @@ def _refuse(problems: Iterable[str]) -> None:
         raise RankCheckError(text)
 
 
-# What must be equal
+# Values that must be equal
 
 
 def _describe(world: DistEnv, texts: Mapping[str, str], first: str, mine: str) -> Rank:
@@ -228,7 +228,7 @@ def _differences(ranks: Sequence[Rank]) -> Iterator[str]:
             )
 
 
-# What is measured
+# Measurements
 
 
 def products(device: torch.device) -> tuple[float, tuple[int, ...]]:

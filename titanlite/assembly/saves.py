@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SaveParts:
-    """What saves a run."""
+    """Parts that save a run."""
 
     checkpointer: Checkpointer
     schedule: SaveSchedule

@@ -174,7 +174,7 @@ class Loader:
             set_rng_state(generators, self.world.device)
         return self._result(candidate, left_out, selection)
 
-    # What is taken
+    # Parts that are loaded
 
     def _excluded(self, candidate: Candidate) -> list[str]:
         excluded = self._excluded_by_config(candidate)

@@ -72,7 +72,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds and which run it belongs to."""
+    """Contents of a checkpoint, and the run that it belongs to."""
 
     step: int
     #: "model", "tokenizer", "data": hex digests or readable descriptions that must match on resume.
@@ -97,7 +97,7 @@ class Manifest:
     git: dict[str, Any] = field(default_factory=dict)
     #: Variables of the environment that change what a run does (see `titanlite.runs.provenance`).
     environment: dict[str, str] = field(default_factory=dict)
-    #: Where the run is recorded: service → id of the run there.
+    #: Records of the run: service → id of the run there.
     trackers: dict[str, str] = field(default_factory=dict)
     #: Mean loss on the validation text with these weights, where that was measured; finite.
     validation_loss: float | None = None

@@ -33,7 +33,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Guard(msgspec.Struct):
-    """What `FiniteGuard.state_dict` returns."""
+    """Result of `FiniteGuard.state_dict`."""
 
     bad_steps: list[Annotated[int, msgspec.Meta(ge=1)]] = []
     losses: list[float] = []
@@ -77,7 +77,7 @@ def begin_from(trainer: Trainer, loaded: LoadedState) -> None:
     _check_state(loaded)
     restore(trainer, loaded)
     if loaded.origin == "resume":
-        # What was due at this checkpoint, was not done, and can be done here.
+        # Work that was due at this checkpoint, was not done, and can be done here.
         able = {callback.owes for callback in trainer.parts.callbacks}
         if trainer.parts.validation is not None:
             able.add("validation")

@@ -90,7 +90,7 @@ def _ignored(
         may_be_missing = name not in saved and _matches(name, allow_missing)
         if name.startswith(prefixes) or _matches(name, patterns) or may_be_missing:
             ignored.add(name)
-    # What belongs to a weight that is not loaded is not loaded either.
+    # State of a weight that is not loaded is not loaded either.
     weights = {name.removeprefix(WEIGHT) for name in ignored if name.startswith(WEIGHT)}
     states = tuple(f"optimizer.state.{name}." for name in weights)
     for name in {*saved, *wanted}:

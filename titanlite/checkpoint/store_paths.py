@@ -296,7 +296,7 @@ def remove_folder(folder: AnyPath) -> None:
 def _stat(info: Mapping[str, Any]) -> Stat:
     keys = ("LastModified", "last_modified", "mtime", "updated", "created")
     value = next((info[key] for key in keys if info.get(key)), 0.0)
-    # Of Google's store.
+    # Google's store gives times as text.
     if isinstance(value, str):
         value = datetime.fromisoformat(value.replace("Z", "+00:00"))
     if isinstance(value, datetime):

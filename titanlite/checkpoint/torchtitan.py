@@ -38,7 +38,7 @@ _FAMILIES = {
 }
 #: Prefix of names of weights in 0.1 and before.
 _PREFIX = "model."
-#: What its checkpoints hold besides weights.
+#: Entries of its checkpoints besides weights.
 _OTHERS = ("optimizer.", "lr_scheduler.", "train_state.", "dataloader")
 #: RoPE's table until 0.1, and counters of experts' tokens, which begin anew.
 _DERIVED = re.compile(r"freqs_cis|.*\.tokens_per_expert")

@@ -17,7 +17,7 @@ Commands = Any  # argparse._SubParsersAction[argparse.ArgumentParser]
 BASE = "the weights under adapters (default: where the adapters say that they are)"
 EMA = "use the average of the weights that a checkpoint holds (default: the weights themselves)"
 FILES = "one or more TOML files, later ones over earlier ones; also looked up in train_configs/"
-#: What the help of a command says that takes keys of the config.
+#: Help of a command that takes keys of the config.
 FLAGS = (
     "Any further --section.key VALUE is laid over the file, as for train.py: --training.steps 100, "
     "--no-training.compile, --model.overrides.n_layers 4."

@@ -227,7 +227,7 @@ def summary(index: dict[str, Any], folder: Path) -> str:
 
 @dataclass(frozen=True)
 class _Worker:
-    """What a process keeps between tasks."""
+    """State that a process keeps between tasks."""
 
     shards: TextFiles
     folder: Path

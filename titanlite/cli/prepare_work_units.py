@@ -33,7 +33,7 @@ _LOW = 3
 
 
 class Options(NamedTuple):
-    """What decides the tokens, besides the text. format: None: by content."""
+    """Settings that decide the tokens, besides the text. format: None: by content."""
 
     tokenizer_path: str
     columns: Columns
@@ -73,7 +73,7 @@ class Piece(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What one process tokenizes at a time. `stamp`: hash of all that decides its tokens."""
+    """Text that one process tokenizes at a time. `stamp`: hash of all that decides its tokens."""
 
     number: int
     pieces: tuple[Piece, ...]

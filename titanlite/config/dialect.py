@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class Later(msgspec.Struct, frozen=True):
-    """What a model of torchtitan 0.2.x is here."""
+    """Our name for a model of torchtitan 0.2.x."""
 
     #: Flavor here.
     flavor: str
-    #: What the flavor there is, beside its name, for a note.
+    #: How the flavor there differs, beside its name, for a note.
     difference: str
     #: Family here, where it has another name.
     name: str = ""

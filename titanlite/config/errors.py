@@ -58,7 +58,7 @@ class Problem:
     #: The key as it was written.
     key: str
     message: str
-    #: What to do about it.
+    #: The remedy.
     remedy: str = ""
     #: `file:line`, `command line`, or empty where no single place is to blame.
     where: str = ""

@@ -93,7 +93,7 @@ class OptimizerGroup(Section, frozen=True):
 
 
 class Optimizer(Section, frozen=True):
-    """What turns gradients into updates."""
+    """The optimizer, which turns gradients into updates."""
 
     name: Annotated[str, dotted_or("AdamW", "Adam", "AnyPrecisionAdamW", "Muon", classes=True)] = (
         "AdamW"

@@ -319,7 +319,7 @@ class Lora(Section, frozen=True):
     checkpoint.initial_load_path stay as they are, and checkpoints hold the adapters alone.
     """
     alpha: Positive = 16.0
-    """What an adapter adds is multiplied by alpha / rank."""
+    """Scale of an adapter: its output is multiplied by alpha / rank."""
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead."""
     dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0

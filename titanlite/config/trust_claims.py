@@ -1,4 +1,4 @@
-"""What the values of a foreign file would do here, as claims for `titanlite.config.trust`."""
+"""Effects that the values of a foreign file would have here, for `titanlite.config.trust`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user may have meant by a key or a section that does not exist."""
+"""Suggestions for a key or a section that does not exist."""
 
 from __future__ import annotations
 

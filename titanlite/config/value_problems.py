@@ -1,4 +1,4 @@
-"""What is wrong with values that do not fit their types, in words."""
+"""Messages about values that do not fit their types."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ HubName = Annotated[
 
 Dtype = Literal["float32", "bfloat16"]
 WeightDtype = Literal["float32", "bfloat16", "float16"]
-"""Of weights for use elsewhere."""
+"""Dtype of weights for use elsewhere."""
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1 - 2**20)]
 """Room for a million ranks to add their number to it and still give torch the 64-bit integer that
 it takes.

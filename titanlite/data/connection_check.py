@@ -14,7 +14,7 @@ from urllib.request import getproxies, proxy_bypass
 from titanlite.data import DataError
 from titanlite.data.remote import words
 
-#: What to do where the server of a text is not reached.
+#: Remedy if the server of a dataset is not reached.
 COPY = (
     "on a machine with a network copy the files (of a data set of the hub by `hf download`), and "
     "give their folder as the path"

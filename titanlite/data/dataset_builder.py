@@ -63,7 +63,7 @@ def alone(_: str, make: Callable[[], Any]) -> Any:
 
 
 class Order(NamedTuple):
-    """What decides the rows of a text besides its tokens."""
+    """Settings that decide the rows of a dataset besides its tokens."""
 
     seq_len: int
     seed: int

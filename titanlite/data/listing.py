@@ -81,7 +81,7 @@ class Listing:
     passed_over: Mapping[str, tuple[str, ...]]
     #: Split → number of files, where a pattern finds those of several.
     mixed_splits: Mapping[str, int]
-    #: What a store tells of each file; "": nothing.
+    #: The store's tag of each file; "": none.
     stamps: tuple[str, ...] = ()
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""What changes with each `[[data.phase]]`, and where it begins.
+"""Keys that change with each `[[data.phase]]`, and the step at which it begins.
 
 A phase begins with a step, or with the first step after a number of tokens. All that it changes
 begins together. The sequence at which it begins depends on the steps before. Another global batch,

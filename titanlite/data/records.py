@@ -45,7 +45,7 @@ class Columns(NamedTuple):
 
     @property
     def decisive(self) -> list[Any]:
-        """What decides the text of a record, besides the wanted fields."""
+        """Settings that decide the text of a record, besides the wanted fields."""
         return [*(self.chat or ())]
 
     @property

@@ -43,7 +43,7 @@ class Window(NamedTuple):
     """Tokens of a row, and the target of the last of them if there is one."""
 
     ids: NDArray[Any]
-    #: Where the loss counts a token; None: everywhere.
+    #: True for each token that the loss counts; None: all.
     targets: NDArray[np.bool_] | None = None
     #: Positions at which documents begin.
     begins: Sequence[int] | NDArray[np.int64] = (0,)
@@ -93,7 +93,7 @@ class Rows(ABC):
     seq_len: int
     #: How the files of a single text were found, for reports.
     listing: Listing | None = None
-    #: What tells its files from others that take their place; None: not known.
+    #: Stamps that tell its files from others that take their place; None: not known.
     stamps: FileStamps | None = None
     #: The tokens of a single text that is held as a whole.
     corpus: Tokens | None = None

@@ -55,7 +55,7 @@ class TextFiles:
     key: str = "training.dataset_path"
     #: How the files were found, for reports.
     listing: Listing | None = field(default=None, compare=False)
-    #: What tells each file from others, see `titanlite.data.file_stamps`; (): not known.
+    #: Stamp of each file, see `titanlite.data.file_stamps`; (): not known.
     stamps: tuple[str, ...] = field(default=(), compare=False)
 
     def fingerprint(self, description: str) -> str:

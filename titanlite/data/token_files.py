@@ -127,7 +127,7 @@ class TokenFiles:
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
-        """Where documents begin, and the end [documents + 1]. Split rows do not need it."""
+        """Starts of documents, and the end [documents + 1]. Split rows do not need it."""
         begins = [
             part.offsets[:-1] + self._first_token(number) for number, part in enumerate(self.parts)
         ]
@@ -223,7 +223,7 @@ class TokenFiles:
 
 @dataclass(frozen=True)
 class TokenKeys:
-    """What the config says of token files besides their path.
+    """Settings of token files besides their path.
 
     `fields` of records are those asked for (`text_key`, …). `records` is the folder of records of
     whole parts. `dtype` of ids holds if no file tells it.

@@ -35,7 +35,7 @@ HASH = "xxh3:"
 _BLOCK = 8 << 20
 #: Offsets that are compared at once.
 _OFFSETS = 1 << 22
-#: What to do about damaged parts.
+#: Remedy for damaged parts.
 _REPAIR = "`titanlite data prepare` with the arguments that made the folder makes them again"
 
 

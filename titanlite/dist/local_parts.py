@@ -1,4 +1,4 @@
-"""What this rank holds: its part of a tensor, and its parts of a model."""
+"""This rank's part of a tensor, and its parts of a model."""
 
 from __future__ import annotations
 

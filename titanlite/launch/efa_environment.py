@@ -1,4 +1,4 @@
-"""What the network of an AWS instance type needs; `titanlite.plan.hardware` has the table
+"""Variables that the network of an AWS instance type needs; `titanlite.plan.hardware` has the table
 of types.
 """
 

@@ -293,7 +293,7 @@ class _Reduced(NamedTuple):
     #: Seconds of each rank in a step: in its own work, and waiting for data.
     work: list[float]
     waits: list[float]
-    #: Of `Figures`, one after the other.
+    #: Sums of all `Figures`, one after the other.
     sums: list[float]
     #: The largest loss of a rank; the others are those of `StepResult`.
     max_loss: float

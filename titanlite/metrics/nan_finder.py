@@ -36,7 +36,7 @@ _NAMED = 5
 
 @dataclass(frozen=True)
 class Finding:
-    """What was not finite first when a step was run again; equal on all ranks."""
+    """The first number that was not finite when a step ran again; equal on all ranks."""
 
     #: weights: they were not finite before the step. forward, backward: a module computed it. loss:
     #: all activations are finite, the loss is not. reduction: gradients became so when they were

@@ -16,7 +16,7 @@ class BlockCount(NamedTuple):
     """The parameters of a block."""
 
     whole: int
-    #: Those that one token is multiplied by; fewer if there are experts.
+    #: Parameters that one token is multiplied by; fewer if there are experts.
     active: int
 
 

@@ -15,7 +15,7 @@ HF_HEAD = "lm_head.weight"
 #: Values that older exports carry and that follow from the config.
 _DERIVED = re.compile(r"(.*\.rotary_emb\.inv_freq|rope\.freqs)")
 #: Name of one tensor in Hugging Face's files, or the names of those that ours is the stack of.
-#: Where an entry of the stack has several names, it has the rows of one after those of the other.
+#: An entry of the stack with several names has the rows of one after those of the other.
 HFName = str | tuple[str, ...] | tuple[tuple[str, ...], ...]
 
 

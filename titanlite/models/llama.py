@@ -35,7 +35,7 @@ NORM_NAMES = {"before": _BEFORE, "after": _AFTER, "around": (*_BEFORE, *_AFTER)}
 
 
 class Rotary(NamedTuple):
-    """What rotary tables depend on, besides length."""
+    """Arguments that rotary tables depend on, besides length."""
 
     #: Numbers of a head that rotate.
     width: int
@@ -130,7 +130,7 @@ class LlamaArgs:
 
     @property
     def attention_kind(self) -> AttentionKind:
-        """What a block (of `of_block`) shares rotation and mask by."""
+        """Return the key by which blocks share rotation and mask."""
         return AttentionKind(self.window, self.rotary)
 
     def rotaries(self) -> list[Rotary | None]:
@@ -141,7 +141,7 @@ class LlamaArgs:
     #: token together.
     qk_norm = False
     qk_norm_whole = False
-    #: Where a block has norms: "before" attention and feed-forward, "after" or "around" them.
+    #: Places of a block's norms: "before" attention and feed-forward, "after" or "around" them.
     norm_placement = "before"
     #: RMSNorms multiply by 1 + weight.
     norm_offset = False
@@ -278,7 +278,7 @@ def linears(args: LlamaArgs) -> dict[str, Size]:
 _STD = 0.02
 _CUT = 3.0
 _IN_BLOCK = re.compile(r"layers\.(\d+)\.(.+?)(?:\.weight)?")
-#: What writes to the residual stream, or gates it.
+#: Linears that write to the residual stream, or gate it.
 _RESIDUAL = ("wo", "w2", "w3", "down")
 
 
@@ -453,7 +453,7 @@ LLAMA2 = decoder_spec(
 _DEBUG = _llama3(256, 8, 16, vocab_size=None)
 _8B = _llama3(4096, 32, 32, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=1024)
 _70B = _llama3(8192, 80, 64, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=4096)
-#: Of Llama 3.1, and of Llama 3.2.
+#: Rotary scaling of Llama 3.1, and of Llama 3.2.
 _LONG = RopeScaling(factor=8.0)
 _LONGER = RopeScaling(factor=32.0)
 _405B = _llama3(

@@ -118,7 +118,7 @@ class HFTable:
         for name, entry in self.entries.items():
             if not isinstance(entry, Entry):
                 value = config.get(name, entry)
-                # What is off may be false, zero or null.
+                # An option that is off may be false, zero or null.
                 if (value or None) != (entry or None):
                     raise ValueError(f"{name} is {value!r}; the models here have {entry!r}")
             elif entry.argument in kinds and entry.only != "written":

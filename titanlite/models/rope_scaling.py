@@ -23,7 +23,7 @@ _THEIRS = "original_max_position_embeddings"
 
 @dataclass(frozen=True)
 class Scaling:
-    """What all kinds share."""
+    """Base of all kinds."""
 
     #: The value of `rope_type`.
     kind: ClassVar[str]

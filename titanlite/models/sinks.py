@@ -31,7 +31,7 @@ _MORE = 8
 class SinkAttention(SdpaAttention):
     """`SdpaAttention` whose softmax has a sink in each head."""
 
-    #: What replaces it gets the sinks too.
+    #: A class that replaces it gets the sinks too.
     has_sinks = True
 
     def forward(  # type: ignore[override]
@@ -75,7 +75,7 @@ def attend_masked(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen: Tensor) 
 
 
 class _Spans(NamedTuple):
-    """Where documents begin among queries and keys, laid end to end, and their longest lengths."""
+    """Starts of documents among queries and keys, laid end to end, and their longest lengths."""
 
     begins: Tensor
     key_begins: Tensor

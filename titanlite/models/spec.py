@@ -55,7 +55,7 @@ class Init:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one module costs."""
+    """Cost of one module."""
 
     #: Per training token, forward and backward.
     flops: int

@@ -21,7 +21,7 @@ class BadStepError(RuntimeError):
     exit_code = exit_codes.GUARD
     #: All ranks raise it at the same place.
     together = True
-    #: Where a device may be broken.
+    #: Hosts with a device that may be broken.
     hosts: Sequence[str] = ()
 
     def __init__(  # noqa: PLR0913

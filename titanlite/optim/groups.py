@@ -14,7 +14,7 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 class Scale(NamedTuple):
-    """What the options of one parameter are multiplied by."""
+    """Factors of the options of one parameter."""
 
     rate: float = 1.0
     eps: float = 1.0

@@ -166,7 +166,7 @@ def checkpoint_block(block: nn.Module, by_op: bool) -> None:
     # To draw the same numbers again, each forward copies the generators' states; a block that draws
     # none needs no copy.
     draws = any(map(_draws, block.modules()))
-    # What a block sends to other ranks is kept, whatever is recomputed.
+    # Tensors that a block sends to other ranks are kept, even in full recomputation.
     contexts: Contexts | None = getattr(exchange_of(block), "contexts", None)
     if by_op:
         contexts = contexts_by_op(adapter_rank(block))

@@ -42,7 +42,7 @@ class ModelBuilder:
     args: Any
     #: From `DistEnv.build_mesh`.
     mesh: DeviceMesh
-    #: Where the model will run.
+    #: Device that the model will run on.
     device: torch.device
     #: (logits [tokens, vocab], labels [tokens]) → the summed loss. None: cross-entropy.
     own_loss: LossFunction | None = None
@@ -191,7 +191,7 @@ class ModelBuilder:
             loss = tensor_loss(loss)
         return loss
 
-    # What was applied
+    # Parts that were applied
 
     @property
     def linears(self) -> Linears:

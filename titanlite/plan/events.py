@@ -32,7 +32,7 @@ class Free(NamedTuple):
 class Run(NamedTuple):
     """Something runs, and this moment's memory counts."""
 
-    #: As of `Moment`.
+    #: The same as in `Moment`.
     phase: str
     module: str
     #: Part → bytes that exist only now.

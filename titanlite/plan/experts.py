@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExpertMemory(FeedForwardMemory):
-    """What a block's experts and router keep, need and hold."""
+    """Memory that a block's experts and router keep, need and hold."""
 
     args: ExpertArgs
     #: Ranks that share the experts; 1: each has all of them.

@@ -1,4 +1,4 @@
-"""What the feed-forward of a block keeps, needs and holds, for `titanlite.plan.memory`.
+"""Memory that the feed-forward of a block keeps, needs and holds, for `titanlite.plan.memory`.
 
 A feature whose feed-forwards are others overrides it.
 """

@@ -218,7 +218,7 @@ class GroupEvents:
         args = self.sizes.args
         has_table = "tok_embeddings" in group.modules and numbers and not args.tied
         if has_table and not self.sizes.adds_at_once:
-            # That of the table has the rows of all tensor-parallel ranks until it is reduced.
+            # The table's gradient has the rows of all tensor-parallel ranks until it is reduced.
             numbers += (args.n_vocab - args.n_vocab // self.run.mesh.tensor) * args.dim
         return numbers * self.sizes.reduced
 

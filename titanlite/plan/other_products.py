@@ -1,4 +1,4 @@
-"""What products outside of a step's linears cost, for `titanlite.plan.speed`. No torch here.
+"""Costs of products outside of a step's linears, for `titanlite.plan.speed`. No torch here.
 
 A feature that has such products overrides it.
 """
@@ -68,7 +68,7 @@ class ExpertSpeed(OtherProducts):
         super().__init__(step)
         # Each gives whole experts its part of the sequence.
         self.ranks = step.mesh.tensor
-        # Those of the whole model; tensor-parallel ranks divide `StepSizes.linears`.
+        # Sizes of the whole model; tensor-parallel ranks divide `StepSizes.linears`.
         linears = step.spec.linears(step.args) if step.spec.linears else {}
         weights = sum(size.in_features * size.out_features for size in linears.values())
         self.flops = max(step.base_flops / 3 - 2 * weights, 0.0)

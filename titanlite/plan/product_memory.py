@@ -1,4 +1,4 @@
-"""What the products of a block keep and need, for `titanlite.plan.memory`.
+"""Memory that the products of a block keep and need, for `titanlite.plan.memory`.
 
 A feature whose products are others overrides it.
 """
@@ -27,7 +27,7 @@ class Product(NamedTuple):
     size: int
     #: Ranks of tensor parallelism.
     tp: int
-    #: As of `Op`.
+    #: The same as in `Op`.
     holds: tuple[str, ...]
     #: Name of its linear in the block; "" for others.
     key: str

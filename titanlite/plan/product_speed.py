@@ -1,4 +1,4 @@
-"""What the linears of a step cost, for `titanlite.plan.speed`.
+"""Time of the linears of a step, for `titanlite.plan.speed`.
 
 A feature whose products are others replaces its fields.
 """

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RankSizes:
-    """What a rank has and runs."""
+    """Sizes of a rank's weights and work."""
 
     def __init__(self, run: RunConfig, args: LlamaArgs, rank: int, device: str) -> None:
         training = run.training

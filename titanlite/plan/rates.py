@@ -14,7 +14,7 @@ from titanlite.plan.hardware import Cluster, Gpu
 
 @dataclass(frozen=True)
 class Constants:
-    """What data sheets lack, fitted by `benchmarks/plan_speed.py` on published runs."""
+    """Rates that data sheets lack, fitted by `benchmarks/plan_speed.py` on published runs."""
 
     #: Share of its peak that a large product in float8 reaches, in terms of the GPU's `sustained`
     #: share in bf16.

@@ -36,7 +36,7 @@ PARTS = (
     "optimizer",
     "launches",  # the GPU waits for the host
 )
-#: Those of a `Pass`, in its order.
+#: Parts of a `Pass`, in its order.
 _COMPUTED = PARTS[:4]
 
 

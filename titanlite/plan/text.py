@@ -14,7 +14,7 @@ from titanlite.utils import counted, escape, human_bytes, human_count, wants_col
 
 _BAR = 24
 _UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "s": 1}
-#: What a run without a GPU is planned for.
+#: The GPU that a run without one is planned for.
 _WITHOUT_GPU = "h100-80g"
 
 

@@ -43,7 +43,7 @@ def sharding(step: StepSizes) -> Sharding:
     gradient = 2.0 if training.mixed_precision_reduce == "bfloat16" else 4.0
     gather = again = reduce = 0.0
     for index, (parameters, ranks, stride) in enumerate(step.sharded):
-        # What gathers in another dtype is in the first kind of group.
+        # Parameters that are gathered in another dtype are in the first kind of group.
         less = step.products.gathers_less if index == 0 else 0
         whole = parameters * step.itemsize - less
         among = ranks

@@ -133,7 +133,7 @@ class RunConfig(Config, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def features(self) -> Features:
-        """What the run switches on."""
+        """Features that the run switches on."""
         return features_of(self)
 
     @property

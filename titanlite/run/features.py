@@ -1,4 +1,4 @@
-"""What a run switches on: one table of features, and the hooks by which they take part.
+"""Features that a run switches on: one table of them, and the hooks by which they take part.
 
     for feature in run.features.on:              # a hook that several features have
         feature.convert(builder, model)

@@ -50,7 +50,7 @@ FinalState = Literal["done", "stopped", "preempted", "failed"]
 
 @dataclass(frozen=True)
 class Start:
-    """What an attempt starts with."""
+    """First record of an attempt."""
 
     #: The resolved config.
     config_toml: str
@@ -94,7 +94,7 @@ class AttemptRecord:
         self._kept = step, tokens
         self._ended = False
         self._warned = False
-        #: What the attempt used so far; {}: not measured.
+        #: Resources that the attempt used so far; {}: not measured.
         self.energy: Callable[[], dict[str, float]] = dict
 
     def saved(self, step: int, tokens: int) -> None:

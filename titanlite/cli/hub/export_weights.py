@@ -86,7 +86,7 @@ class Source:
     is_hf: bool = False
     #: `max_position_embeddings` of a config.json that the weights come from.
     context: int | None = None
-    #: Where the files of its tokenizer are; None: unknown.
+    #: Folder of the files of its tokenizer; None: unknown.
     tokenizer: str | None = None
     #: The adapters that the weights are merged with; None: there are none.
     adapters: AdapterFiles | None = None

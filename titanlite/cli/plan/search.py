@@ -95,7 +95,7 @@ class SearchResult(NamedTuple):
 
     cluster: Cluster
     base: Candidate
-    #: Those that fit, best first: the best of each layout. The config itself is first where nothing
+    #: Choices that fit, best first: the best of each layout. The config is first if nothing
     #: is faster by a share that the model can tell.
     ranked: tuple[Candidate, ...]
     #: The first with one choice of `CHOICES` made otherwise, by its name, key and value; None: not

@@ -24,7 +24,7 @@ MARK = "<!-- written by titanlite push: delete this line, and no upload replaces
 #: A quoted text of TOML, or a comment, which tells where a value comes from.
 _QUOTED_OR_COMMENT = re.compile(r"""("(?:[^"\\\n]|\\.)*"|'[^'\n]*')|[ \t]*#.*""")
 _LAUNCH = re.compile(r"^\[+launch\b.*?(?=^\[|\Z)", re.MULTILINE | re.DOTALL)
-#: Where the run uploads its own checkpoints: a reader may not write there.
+#: The key of the run's own uploads: a reader may not write to that repository.
 _UPLOADS = re.compile(r"^hub = .*\n", re.MULTILINE)
 _BASE = "base_model_name_or_path"
 

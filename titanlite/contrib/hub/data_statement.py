@@ -50,7 +50,7 @@ def statement(manifest: Manifest, source: Source) -> dict[str, Any]:
     spec, args, data = get_spec(source.family), source.args, config.data
     flops = spec.flops_per_token(args, config.training.seq_len)
     if RECORD in manifest.config:
-        # Of three products a frozen weight has two, as it has no gradient.
+        # A frozen weight has two of the three products, as it has no gradient.
         own = [entry[1] for name, entry in manifest.tensors.items() if name.startswith(WEIGHT)]
         flops += 6 * sum(map(math.prod, own)) - spec.flops_per_token(args, 0) // 3
     tokens = manifest.train["tokens_seen"]

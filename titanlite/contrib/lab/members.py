@@ -124,7 +124,7 @@ def _changes(config: LoadedConfig, run: RunConfig, own: Path) -> list[Problem]:
         old = (own / CONFIG).read_text(encoding="utf-8")
     except FileNotFoundError:
         return []
-    # Of an older titanlite it may have other keys.
+    # The file of an older titanlite may have other keys.
     before = read_text(old, own / CONFIG, origin=trust.foreign(False))[0]
     found = config_changes(before.to_toml(), provenance.public_config(config.to_toml()))
     told = {key: change for key, change in found.items() if not key.startswith(_MAY_DIFFER)}

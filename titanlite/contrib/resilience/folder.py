@@ -29,7 +29,7 @@ _ID = re.compile(r"[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class LocalFolder:
-    """What this node holds of a run. root: `local_folder/RUN`."""
+    """Parts of a run that this node holds. root: `local_folder/RUN`."""
 
     root: Path
     rank: int

@@ -57,7 +57,7 @@ class TieredCheckpointer(Checkpointer):
         self.local = LocalFolder(root, self._world.rank)
         self._loader.folder = self.local
         self._loader.group = self._group
-        # Where the loop waits too: its group is its own. A broken connection is no end of the run.
+        # The loop may wait too, as this group is its own. A broken connection does not end the run.
         self._local_async = async_save(self.config, self._world) or AsyncSave(
             self._world.device, timeout=SAVE_TIMEOUT
         )

@@ -48,7 +48,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a rank gets its part from: `holder` finds on its node the part of `owner`."""
+    """Source of a rank's part: `holder` finds on its node the part of `owner`."""
 
     holder: int
     owner: int
@@ -71,7 +71,7 @@ class LocalReader:
     #: After `collect`: this rank's part, and the random generators of all ranks.
     path: Path = Path()
     generators: bytes = b""
-    #: What is wrong with a part, by its source.
+    #: Faults of a part, by its source.
     _bad: dict[Source, str] = field(default_factory=dict)
     #: Hash of a part → where such parts are.
     _by_hash: dict[str, list[Source]] = field(default_factory=lambda: defaultdict(list))
@@ -108,7 +108,7 @@ class LocalReader:
             return "; ".join([text, *sorted(set(self._bad.values()))[:3]])
         problem = problem or self._copy(plan)
         if problem is None and self.path.parent == self.folder:
-            # What this rank's part lacks, such as the manifest.
+            # Files that this rank's part lacks, such as the manifest.
             try:
                 atomic_write(self.folder / GENERATORS, self.generators)
                 atomic_write(self.folder / FILE, self.manifest.to_json().encode())

@@ -70,7 +70,7 @@ class MixedRows(Rows):
     @property
     def settings(self) -> dict[str, Any]:
         of_sources: dict[str, Any] = {}
-        # Where sources differ the first one counts.
+        # If sources differ, the first one counts.
         for rows in reversed(self.rows):
             of_sources.update(rows.settings)
         settings = {

@@ -42,7 +42,7 @@ class Turns:
     def __init__(self, names: Sequence[str], slots: int, seed: int) -> None:
         self.names = tuple(names)
         self.slots = slots
-        #: Where each slot begins in the schedule.
+        #: Start of each slot in the schedule.
         self._begin = epoch_order(max(slots, _SCHEDULE), seed, 0)[:slots] % _SCHEDULE
 
     def first_segment(self, weights: Weights) -> Segment:
@@ -80,7 +80,7 @@ class Turns:
 
         `limits` are sequences of each source.
         """
-        # Those without a share may be over a limit that was lowered.
+        # Sources without a share may be over a limit that was lowered.
         active = np.array(segment.weights) > 0
         if not any(limit is not None for limit, on in zip(limits, active, strict=True) if on):
             return None

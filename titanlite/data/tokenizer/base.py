@@ -1,4 +1,4 @@
-"""What each kind of tokenizer is."""
+"""Interface of all kinds of tokenizers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Tokenizer(ABC):
     eos_id: int
     special_tokens: dict[str, int]
     fingerprint: str
-    #: What names BOS and EOS.
+    #: Source of the names of BOS and EOS.
     named_by = "the file"
     #: Folder of the files beside it, if that is known. A chat template is one of them.
     folder: str | None = None

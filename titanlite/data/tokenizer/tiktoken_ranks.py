@@ -43,7 +43,7 @@ SPECIAL_TOKENS: tuple[str, ...] = (
     *(f"<|reserved_special_token_{i}|>" for i in range(5, 251)),
 )
 
-#: Of Llama 4: that of o200k_base.
+#: Pattern of Llama 4: that of o200k_base.
 SPLIT_PATTERN_4 = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"

@@ -1,4 +1,4 @@
-"""What does not fit experts on several ranks: other keys, ranks, the model. No torch here."""
+"""Checks of experts on several ranks: other keys, ranks, the model. No torch here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What float8 needs of other keys, of the model on its ranks, and of the machine."""
+"""Needs of float8: other keys, the model on its ranks, and the machine."""
 
 from __future__ import annotations
 

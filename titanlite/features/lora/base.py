@@ -36,7 +36,7 @@ class FrozenBase:
         fingerprints: dict[str, str],
         about: dict[str, Any],
     ) -> None:
-        # What the keys leave out is of the adapters.
+        # Entries that the keys leave out belong to the adapters.
         self._section = replace(section, exclude_from_loading=[], allow_missing=[])
         self._world = world
         self._fingerprints = fingerprints

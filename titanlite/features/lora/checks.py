@@ -1,4 +1,4 @@
-"""What adapters need of other keys, and of the model on its ranks."""
+"""Needs of adapters: other keys, and the model on its ranks."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class AdapterFiles:
     adapters: Adapters
     #: Our name of a parameter of an adapter → a whole tensor on the CPU.
     read: Read
-    #: Where the weights under them are, or were.
+    #: Path of the weights under them, now or at the time of training.
     base: str
     #: Name of each of these weights → its hash; empty: not known.
     digests: Mapping[str, str] = field(default_factory=dict)

@@ -41,7 +41,7 @@ class LoraMemory(ProductMemory):
         keeps = plain.keeps + product.tokens * self.adapters.rank * product.size
         saves: tuple[str, ...] = (product.x,)
         if self.drops:
-            # What is left of the input, and a byte for each number of it.
+            # The rest of the input, and a byte for each number of it.
             keeps += inputs + product.tokens * product.columns
             saves = ()
         return replace(

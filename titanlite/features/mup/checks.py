@@ -1,4 +1,4 @@
-"""What muP needs of other keys, and of the model."""
+"""Needs of muP: other keys, and the model."""
 
 from __future__ import annotations
 

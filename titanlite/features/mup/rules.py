@@ -49,7 +49,7 @@ _EMBEDDING = "tok_embeddings"
 _HEAD = "output"
 _LAST_NORM = "norm"
 _LAYER = re.compile(r"layers\.(\d+)\.")
-#: What writes to the residual stream, where no norm comes after it.
+#: Linears that write to the residual stream, if no norm comes after them.
 _RESIDUAL = re.compile(
     r"attention\.wo(\.bias)?|feed_forward\.(w2|shared\.w2|experts\.(w2|down(_bias)?))"
 )
@@ -57,7 +57,7 @@ _POST_NORMS = ("attention_post_norm", "ffn_post_norm")
 
 
 class Factors(NamedTuple):
-    """What one parameter has, as multiples of the base model's."""
+    """Settings of one parameter, as multiples of the base model's."""
 
     #: Standard deviation of the initial values; of a norm, the value itself.
     init: float = 1.0

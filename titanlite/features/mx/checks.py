@@ -1,4 +1,4 @@
-"""What products in MXFP8 need of other keys and of the model on its ranks."""
+"""Needs of products in MXFP8: other keys, and the model on its ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPE = "training.mixed_precision_param"
 BLOCK = 32
 #: Ways of tensor parallelism that divide a weight.
 DIVIDED = ("colwise", "gathered", "rowwise")
-#: Where the scale of a block lies beside the largest number over the largest of E4M3, by recipe.
+#: Ratio of a block's scale to its largest number over the largest of E4M3, by recipe.
 ROUNDED = {"mxfp8": "up", "mxfp8_floor": "down"}
 
 # Other keys

@@ -1,4 +1,4 @@
-"""What does not fit a pipeline: its schedule, its stages, its micro-batches, the model."""
+"""Checks of a pipeline: its schedule, its stages, its micro-batches, the model."""
 
 from __future__ import annotations
 

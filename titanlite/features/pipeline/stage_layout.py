@@ -1,4 +1,4 @@
-"""Where a pipeline is cut: modules and rank of each stage.
+"""Layout of a pipeline: modules and rank of each stage.
 
 This module imports no torch.
 

@@ -32,7 +32,7 @@ from titanlite.utils import note_progress
 _PASSES = 16
 #: Seconds of work on rank 0 after which other ranks hear that it goes on.
 _ALIVE_SECONDS = 10.0
-#: What a rank without a batch runs: one token.
+#: Input of a rank without a batch: one token.
 _IDLE = [Row([0, 0], 1)]
 
 
@@ -45,7 +45,7 @@ class InterruptedTasksError(BaseException):
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank stands among the others."""
+    """Place of this rank among the others."""
 
     #: Its place among the ranks that run different batches, and their number.
     rank: int

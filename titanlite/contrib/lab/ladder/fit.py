@@ -100,7 +100,7 @@ class Fit:
     replicates: tuple[Law, ...]
     #: Relative errors that runs beside the law have, one for each replicate.
     noise: tuple[float, ...]
-    #: What a reader should know of the fit.
+    #: Remarks about the fit, for readers.
     notes: tuple[str, ...]
 
     def predict(self, parameters: float, tokens: float) -> tuple[float, float, float]:

@@ -34,7 +34,7 @@ KINDS = ("embedding", "attention", "feed-forward", "router", "residual", "target
 
 @dataclass(frozen=True)
 class Task:
-    """What all models of a check have in common."""
+    """Settings that all models of a check have in common."""
 
     spec: ModelSpec
     optimizer: Optimizer
@@ -84,7 +84,7 @@ class Task:
     def _activations(self, model: nn.Module) -> dict[str, list[Tensor]]:
         with _caught(model) as found:
             logits = model(self.batches[0][0]).float()
-        # Those of the targets. The rest of a vocabulary moves by chance, and less in wide models:
+        # Logits of the targets. The rest of a vocabulary moves by chance, and less in wide models:
         # that would hide what is learned.
         targets = self.batches[0][1].unsqueeze(-1)
         found["target logits"] = [logits.gather(-1, targets)]
@@ -107,7 +107,7 @@ def _caught(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
     layers: Mapping[str, nn.Module] = model.layers  # type: ignore[assignment]
     blocks = list(layers.values())
-    # What the first block takes: some families multiply embeddings.
+    # The input of the first block: some families multiply embeddings.
     handles.append(blocks[0].register_forward_pre_hook(catch_first))
     for block in blocks:
         modules = dict(block.named_modules())

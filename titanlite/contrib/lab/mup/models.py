@@ -27,7 +27,7 @@ MOST_IDS = 4096
 class Models:
     """Arguments of models that differ in width alone."""
 
-    #: That of the base model.
+    #: Arguments of the base model.
     base: Any
     #: Models by width.
     of: dict[int, Any]
