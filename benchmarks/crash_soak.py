@@ -42,7 +42,7 @@ from tests.support.ranks import TIMEOUT_SECONDS, Ranks, check, train  # noqa: E4
 from tests.support.train_runs import batches  # noqa: E402
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, step_folder, steps_in  # noqa: E402
 from titanlite.checkpoint.store_paths import AnyPath, StorePath, entries, files_in  # noqa: E402
-from titanlite.runs.lines import read_metrics  # noqa: E402
+from titanlite.runs.read_jsonl import read_metrics  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -156,8 +156,8 @@ def train_titanlite(world: DistEnv, folder: Path, *flags: str) -> list[dict[str,
     from titanlite.data.rows import Row
     from titanlite.models.llama_hf import permute
     from titanlite.resolve.load import load_config
-    from titanlite.runs.jsonl import FILE
-    from titanlite.runs.lines import read_metrics
+    from titanlite.runs.metrics_jsonl import FILE
+    from titanlite.runs.read_jsonl import read_metrics
     from titanlite.trainer import Trainer
 
     config, text = folder / f"config-{world.rank}.toml", folder / f"text-{world.rank}.json"

@@ -39,7 +39,7 @@ from tests.launch.slurm_jobs import ENDS, RUN, STEPS, lose, read_log, submit  # 
 from tests.support import ranks as local_ranks  # noqa: E402
 from tests.support.train_runs import rows, unequal  # noqa: E402
 from titanlite.runs.attempts import read_entries  # noqa: E402
-from titanlite.runs.lines import read_metrics  # noqa: E402
+from titanlite.runs.read_jsonl import read_metrics  # noqa: E402
 
 #: Steps between saves.
 LOCAL_INTERVAL = 4

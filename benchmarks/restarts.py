@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from titanlite.checkpoint.manifest import steps_in  # noqa: E402
 from titanlite.contrib.processes import end, last_lines, start, training_environment  # noqa: E402
-from titanlite.runs.lines import read_metrics  # noqa: E402
+from titanlite.runs.read_jsonl import read_metrics  # noqa: E402
 
 T = TypeVar("T")
 

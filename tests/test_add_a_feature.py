@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.processes import ROOT, python
-from titanlite.config.dotted_paths import resolve
+from titanlite.config.import_objects import resolve
 from titanlite.dist.dist_env import DistEnv
 
 PAGE = (ROOT / "docs" / "add-a-feature.md").read_text(encoding="utf-8")
@@ -37,7 +37,7 @@ enable_tensorboard = false
 """
 #: A service that another package tracks runs with.
 TRACKER = """
-from titanlite.metrics.trackers import Tracker
+from titanlite.metrics.tracker_base import Tracker
 
 class Lines(Tracker):
     key = "lines"

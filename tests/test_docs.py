@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import python
-from titanlite.config.dotted_paths import resolve
+from titanlite.config.import_objects import resolve
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -24,8 +24,8 @@ from tests.support.refusals import refusal
 from titanlite import Callback, Trainer, apply_cp, apply_fsdp, apply_tp, build, load_config
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.checkpoint.state_dict import gather
-from titanlite.config.dotted_paths import resolve
 from titanlite.config.errors import ConfigError
+from titanlite.config.import_objects import resolve
 from titanlite.config.own_functions import load_functions
 from titanlite.dist import ParallelismError
 from titanlite.dist.dist_env import DistEnv

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.support.processes import python
 from titanlite import Checkpointer, apply_fsdp, groups_by_class
 from titanlite.checkpoint.manifest import read_manifest
-from titanlite.config.dotted_paths import resolve
+from titanlite.config.import_objects import resolve
 from titanlite.dist.dist_env import DistEnv
 
 FILE = Path(__file__).resolve().parents[1] / "examples" / "transformers_loop.py"

@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from titanlite.runs.lines import read_lines
+from titanlite.runs.read_jsonl import read_lines
 from titanlite.utils import append_line, human_bytes, human_count, human_time, progress_text
 
 

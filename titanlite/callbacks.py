@@ -197,7 +197,7 @@ class Callbacks:
 
 
 def _name(callback: Callback) -> str:
-    from titanlite.config.dotted_paths import module_name
+    from titanlite.config.import_objects import module_name
 
     kind = type(callback)
     return f"callback {module_name(kind.__module__)}:{kind.__qualname__}"

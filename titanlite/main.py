@@ -255,7 +255,7 @@ class _Rank:
         """Start the process group, this rank's log and the watchdog, and end them."""
         from titanlite.dist.dist_env import DistEnv
         from titanlite.runs import TRACES
-        from titanlite.runs.logs import rank_log
+        from titanlite.runs.rank_logs import rank_log
 
         stall, comm = self.config.stall, self.config.comm
         world = DistEnv.open(

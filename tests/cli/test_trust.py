@@ -400,7 +400,7 @@ def test_code_is_imported_by_name_in_known_places_alone():
     }
     assert _files_with(r"(import_module|exec_module)\(") == {
         "__init__.py",
-        "config/dotted_paths.py",
+        "config/import_objects.py",
         # The name is one of a fixed list.
         "models/families.py",
         "models/spec.py",

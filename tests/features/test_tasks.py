@@ -36,8 +36,8 @@ from titanlite.config.idle_keys import idle_keys
 from titanlite.config.load import load
 from titanlite.config.trust_claims import config_claims
 from titanlite.dist.dist_env import DistEnv
-from titanlite.runs.lines import read_metrics
 from titanlite.runs.read import read_run
+from titanlite.runs.read_jsonl import read_metrics
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None,

@@ -18,7 +18,7 @@ from titanlite.plan.memory import estimate, with_vocabulary
 from titanlite.plan.out_of_memory import memory_report
 from titanlite.plan.parts import GIB
 from titanlite.resolve.load import load_config
-from titanlite.runs.lines import read_metrics
+from titanlite.runs.read_jsonl import read_metrics
 from titanlite.trainer import Trainer
 
 FLAGS = [

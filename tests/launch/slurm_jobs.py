@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.launch.slurm_cluster import Cluster
 from tests.support.processes import titanlite, until
 from tests.support.tiny import TWO_LAYERS
-from titanlite.runs.lines import read_lines
+from titanlite.runs.read_jsonl import read_lines
 
 STEPS = 30
 RUN = [

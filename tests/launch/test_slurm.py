@@ -24,7 +24,7 @@ from titanlite.cli.launch import prepare
 from titanlite.config.errors import ConfigError
 from titanlite.launch import slurm as launch_slurm
 from titanlite.launch.job import limit_seconds
-from titanlite.runs.lines import read_lines
+from titanlite.runs.read_jsonl import read_lines
 
 FOLDER = ROOT / "deploy" / "examples" / "slurm"
 

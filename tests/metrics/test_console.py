@@ -13,7 +13,7 @@ from titanlite.cli import main as cli
 from titanlite.metrics.aws_fsdp_lines import aws_fsdp_line, aws_fsdp_step
 from titanlite.metrics.console import setup_console
 from titanlite.metrics.step_line import titan_line
-from titanlite.runs.logs import rank_log
+from titanlite.runs.rank_logs import rank_log
 from titanlite.runs.text_tables import Table, render
 from titanlite.utils import logger
 

@@ -16,8 +16,8 @@ from tests.support.processes import ROOT
 from tests.support.whole_runs import scalars
 from tests.support.words import listening
 from titanlite.metrics.boards import TAGS, TensorBoard, tags
-from titanlite.runs.jsonl import MetricsLog
-from titanlite.runs.lines import read_metrics
+from titanlite.runs.metrics_jsonl import MetricsLog
+from titanlite.runs.read_jsonl import read_metrics
 
 
 def test_rows_are_valid_json_and_on_disk_at_once(tmp_path):

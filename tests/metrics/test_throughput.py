@@ -28,7 +28,7 @@ from titanlite.metrics.throughput import (
     total_memory_bytes,
 )
 from titanlite.plan.hardware import peak_flops
-from titanlite.runs.lines import read_metrics
+from titanlite.runs.read_jsonl import read_metrics
 
 CPU = torch.device("cpu")
 #: TFLOPS; 0: unknown.

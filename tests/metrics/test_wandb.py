@@ -20,10 +20,10 @@ from titanlite.config.toml import loads
 from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics import boards
 from titanlite.metrics.boards import BackgroundWriter, tags
-from titanlite.metrics.trackers import TrackedRun
+from titanlite.metrics.tracker_base import TrackedRun
 from titanlite.metrics.wandb import WandbTracker
 from titanlite.resolve.load import load_config
-from titanlite.runs.lines import read_metrics
+from titanlite.runs.read_jsonl import read_metrics
 
 
 @pytest.fixture(autouse=True)

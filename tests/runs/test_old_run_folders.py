@@ -16,7 +16,7 @@ import pytest
 from tests.support.ranks import train
 from titanlite.cli.main import main
 from titanlite.runs.attempts import read_entries
-from titanlite.runs.lines import read_metrics
+from titanlite.runs.read_jsonl import read_metrics
 
 ARCHIVE = Path(__file__).parent / "fixtures" / "runs.tar.xz"
 #: How the runs were started.

@@ -17,9 +17,9 @@ from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.cli.main import main
 from titanlite.config.load import load_file
 from titanlite.resolve.load import check_config
-from titanlite.runs import ATTEMPTS, logs, provenance
+from titanlite.runs import ATTEMPTS, provenance, rank_logs
 from titanlite.runs.attempts import read_attempts, read_entries
-from titanlite.runs.logs import rank_log
+from titanlite.runs.rank_logs import rank_log
 from titanlite.runs.record import CONFIG
 from titanlite.utils import logger
 
@@ -230,7 +230,9 @@ def test_each_rank_logs_into_a_file_of_its_own_with_its_end(tmp_path):
 
 
 def test_a_full_disk_does_not_change_how_a_run_ends(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(logs, "not_a_link", lambda path, flags: os.open("/dev/full", os.O_WRONLY))
+    monkeypatch.setattr(
+        rank_logs, "not_a_link", lambda path, flags: os.open("/dev/full", os.O_WRONLY)
+    )
     with rank_log(tmp_path, 0):
         logger.warning("a line that is lost")
     with pytest.raises(CheckpointError, match="^the last save failed$"), rank_log(tmp_path, 0):

@@ -20,8 +20,8 @@ from titanlite.cli.main import main
 from titanlite.runs import ATTEMPTS
 from titanlite.runs.attempts import read_attempts
 from titanlite.runs.goodput import goodput_of
-from titanlite.runs.jsonl import MetricsLog
 from titanlite.runs.lock import RunLock
+from titanlite.runs.metrics_jsonl import MetricsLog
 from titanlite.runs.read import find_runs, read_run
 
 

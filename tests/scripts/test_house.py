@@ -115,7 +115,7 @@ OFF = [
     "metrics/timeouts",
     "metrics/watchdog",
     "runs/config_changes",
-    "runs/lines",
+    "runs/read_jsonl",
     "runs/text_tables",
     "cli",
     "models/generate",

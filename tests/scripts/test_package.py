@@ -16,7 +16,7 @@ before = set(sys.modules)
 import titanlite
 assert len(set(sys.modules) - before) < 30
 from titanlite import Callback
-import titanlite.models, titanlite.runs.record, titanlite.runs.logs, titanlite.runs.lock
+import titanlite.models, titanlite.runs.record, titanlite.runs.rank_logs, titanlite.runs.lock
 import titanlite.cli.main
 import titanlite.cli.runs
 from titanlite.resolve.load import check_config

@@ -40,7 +40,7 @@ class GoldenRun:
 
     def rows(self, name: str = "loss") -> dict[int, dict[str, Any]]:
         """Return the rows of metrics.jsonl that have this figure, by step."""
-        from titanlite.runs.lines import read_metrics
+        from titanlite.runs.read_jsonl import read_metrics
 
         return {
             row["step"]: row for row in read_metrics(self.folder / "metrics.jsonl") if name in row

@@ -25,7 +25,7 @@ MODULES = (
     "titanlite.plan.memory",
     "titanlite.plan.start_rows",
     "titanlite.runs.lock",
-    "titanlite.runs.logs",
+    "titanlite.runs.rank_logs",
     "titanlite.assembly.rank_checks",
     "titanlite.assembly.saves",
     "titanlite.checkpoint.verify_resume",

@@ -18,7 +18,7 @@ from titanlite.dist.dist_env import DistEnv
 from titanlite.loss import cross_entropy_sum
 from titanlite.optim.guard import FiniteGuard
 from titanlite.resolve.load import load_config
-from titanlite.runs.lines import read_lines
+from titanlite.runs.read_jsonl import read_lines
 from titanlite.step import PlainRunner, Runner, StepResult, TrainStep
 from titanlite.trainer import Trainer
 

@@ -9,7 +9,7 @@ from typing import Any
 from tests.support.processes import titanlite
 from tests.support.tiny import size
 from titanlite.contrib.lab.members import Member
-from titanlite.runs.lines import read_metrics
+from titanlite.runs.read_jsonl import read_metrics
 
 CALLBACKS = Path(__file__).with_name("slow_steps.py")
 STEPS = 8

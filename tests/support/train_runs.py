@@ -11,7 +11,7 @@ from tests.support.faults import NO_FAULT, Fault
 from tests.support.tiny import EIGHT_STEPS
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.data.batch_hash import add_hashes
-from titanlite.runs.lines import read_lines, read_metrics
+from titanlite.runs.read_jsonl import read_lines, read_metrics
 
 STEPS = 8
 INTERVAL = 2

@@ -22,7 +22,7 @@ from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.signals import StopRequested
 from titanlite.optim.bad_step_errors import BadStepError
 from titanlite.resolve.load import resolve
-from titanlite.runs.lines import read_lines
+from titanlite.runs.read_jsonl import read_lines
 from titanlite.trainer import Trainer
 
 

@@ -16,8 +16,8 @@ from titanlite import doors, exit_codes, main
 from titanlite.assembly.own_callbacks import load_callbacks
 from titanlite.callbacks import Callback, CallbackError, Callbacks, RunEnd
 from titanlite.checkpoint.manifest import read_manifest
-from titanlite.config.dotted_paths import resolve
 from titanlite.config.errors import ConfigError
+from titanlite.config.import_objects import resolve
 from titanlite.config.load import load_file
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.launch_env import read_launch_env
@@ -244,7 +244,7 @@ def test_what_cannot_be_loaded_is_a_config_error(tmp_path, monkeypatch, path, wo
 
 #: Trackers of a package of somebody else.
 TRACKERS = """
-from titanlite.metrics.trackers import Tracker
+from titanlite.metrics.tracker_base import Tracker
 
 number = 7
 """

@@ -11,8 +11,8 @@ import torch
 
 from tests.support.tiny import EIGHT_STEPS
 from tests.support.whole_runs import make_trainer, outcome_of
-from titanlite.assembly import prediction
-from titanlite.assembly.prediction import KeptPrediction
+from titanlite.assembly import prediction_callback
+from titanlite.assembly.prediction_callback import KeptPrediction
 from titanlite.callbacks import Callback
 from titanlite.cli.main import main
 from titanlite.metrics import throughput
@@ -167,8 +167,8 @@ def test_on_a_gpu_the_start_makes_the_plan_that_the_command_makes(tmp_path, caps
     watch = KeptPrediction(parts, attempts, metrics)
     ranks = SimpleNamespace(local_world_size=8)
     with (
-        patch.object(prediction, "device_name", lambda _: "NVIDIA H200"),
-        patch.object(prediction, "read_launch_env", lambda: ranks),
+        patch.object(prediction_callback, "device_name", lambda _: "NVIDIA H200"),
+        patch.object(prediction_callback, "read_launch_env", lambda: ranks),
     ):
         watch.on_start(SimpleNamespace(step=0, steps=run.steps))
     assert read(tmp_path) == {"plan": plan}

@@ -26,7 +26,7 @@ from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.dist.dist_env import DistEnv
 from titanlite.optim.schedule import LearningRate, Schedule
 from titanlite.runs.attempts import read_attempts
-from titanlite.runs.lines import read_metrics
+from titanlite.runs.read_jsonl import read_metrics
 from titanlite.trainer import Trainer
 
 #: The flags with which a resumed `golden` run trains as it did.

@@ -26,7 +26,7 @@ from titanlite.checkpoint.manager import Checkpointer
 from titanlite.dist.dist_env import DistEnv
 from titanlite.dist.signals import SIGNALS
 from titanlite.runs.attempts import read_entries
-from titanlite.runs.lines import read_metrics
+from titanlite.runs.read_jsonl import read_metrics
 from titanlite.trainer import Trainer
 
 #: No save but for a signal, and at the end.

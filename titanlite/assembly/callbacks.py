@@ -58,7 +58,7 @@ def build_callbacks(
     metrics = _metrics(parts, garbage, peak)
     every += [StartReport(parts, peak, attempts), *metrics.more, metrics]
     if world.device.type == "cuda" or (folder / PREDICTION).exists():
-        from titanlite.assembly.prediction import KeptPrediction
+        from titanlite.assembly.prediction_callback import KeptPrediction
 
         every.append(KeptPrediction(parts, attempts, metrics))
     if world.size > 1:

@@ -51,7 +51,7 @@ def lock_folders(
 def _refuse_links(run_folder: Path, checkpoints: str, others: Sequence[str]) -> None:
     """Raise ConfigError for a link below the run's folder: it may come from somebody else."""
     from titanlite.runs import HUB, TRACES
-    from titanlite.runs.logs import FOLDER as LOGS
+    from titanlite.runs.rank_logs import FOLDER as LOGS
 
     try:
         for path in run_folder.glob("*") if run_folder.is_dir() else ():

@@ -7,8 +7,8 @@ from typing import Any
 
 from titanlite import doors
 from titanlite.callbacks import Callback
-from titanlite.config.dotted_paths import resolve_as
 from titanlite.config.errors import Problem, refuse
+from titanlite.config.import_objects import resolve_as
 from titanlite.config.import_path_keys import HINT
 
 
@@ -40,7 +40,7 @@ def load_callbacks(paths: Sequence[str], where: str = "") -> list[Callback]:
 
 def check_trackers(names: Sequence[str], where: str = "") -> None:
     """Import the trackers of a run. Raises ConfigError naming those that cannot be loaded."""
-    from titanlite.metrics.trackers import Tracker
+    from titanlite.metrics.tracker_base import Tracker
 
     problems = []
     for name in names:
@@ -48,7 +48,7 @@ def check_trackers(names: Sequence[str], where: str = "") -> None:
         try:
             found = doors.load(place)
             if not issubclass(found, Tracker):
-                raise TypeError(f"{found!r} is no titanlite.metrics.trackers.Tracker")
+                raise TypeError(f"{found!r} is no titanlite.metrics.tracker_base.Tracker")
         except Exception as error:
             reason = f"the tracker {name!r} ({place}) {type(error).__name__}: {error}"
             problems.append(

@@ -21,8 +21,8 @@ from titanlite.data.skip_ranges import skip_to
 from titanlite.data.state_checks import StateError, check_loader
 from titanlite.data.step_sizes import Progress
 from titanlite.optim.bad_step_errors import BadStepError
-from titanlite.runs.jsonl import FILE
-from titanlite.runs.lines import read_metrics
+from titanlite.runs.metrics_jsonl import FILE
+from titanlite.runs.read_jsonl import read_metrics
 from titanlite.utils import logger
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.dotted_paths import resolve_as
 from titanlite.config.errors import Problem, refuse
+from titanlite.config.import_objects import resolve_as
 from titanlite.config.import_path_keys import FUNCTIONS, HINT, dotted_paths
 from titanlite.utils import logger
 

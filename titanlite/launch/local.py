@@ -10,8 +10,8 @@ from typing import NoReturn
 from titanlite.launch.efa_environment import network_environment
 from titanlite.launch.job import CONFIG, Job, LaunchError, render
 from titanlite.runs import ATTEMPTS
-from titanlite.runs.jsonl import FILE as METRICS_FILE
 from titanlite.runs.lock import FILE as LOCK_FILE
+from titanlite.runs.metrics_jsonl import FILE as METRICS_FILE
 
 FILE = "run.sh"
 

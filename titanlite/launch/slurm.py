@@ -14,7 +14,7 @@ from titanlite.config.errors import Problem, refuse
 from titanlite.config.urls import is_url
 from titanlite.launch.efa_environment import network_environment
 from titanlite.launch.job import Job, LaunchError, limit_seconds, render
-from titanlite.runs.logs import FOLDER as LOGS
+from titanlite.runs.rank_logs import FOLDER as LOGS
 
 FILE = "job.sbatch"
 

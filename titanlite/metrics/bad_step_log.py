@@ -25,7 +25,7 @@ from torch import nn
 from titanlite.data.loader import Fetched
 from titanlite.data.step_sizes import Course
 from titanlite.optim.bad_step_errors import BadStepError, WeightsError
-from titanlite.runs.jsonl import MetricsLog, json_value
+from titanlite.runs.metrics_jsonl import MetricsLog, json_value
 from titanlite.step import PlainRunner
 from titanlite.utils import counted, logger
 

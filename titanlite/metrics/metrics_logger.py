@@ -15,7 +15,7 @@ from titanlite.config.run_sections import Job, Metrics
 from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics.step_line import SLOW_DATA, titan_line
 from titanlite.metrics.throughput import Reading, Throughput, read_memory, reset_peak
-from titanlite.runs.jsonl import FILE, MetricsLog
+from titanlite.runs.metrics_jsonl import FILE, MetricsLog
 from titanlite.runs.record import free_name
 from titanlite.step import StepResult
 from titanlite.utils import human_time, logger

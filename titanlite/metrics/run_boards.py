@@ -9,7 +9,7 @@ from titanlite import doors
 from titanlite.config.run_sections import Job, Metrics
 from titanlite.config.toml import loads
 from titanlite.metrics.boards import BackgroundWriter, TensorBoard, close_all, tags
-from titanlite.metrics.trackers import TrackedRun, Tracker
+from titanlite.metrics.tracker_base import TrackedRun, Tracker
 from titanlite.utils import logger
 
 

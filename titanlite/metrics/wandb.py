@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
-from titanlite.metrics.trackers import PROJECT, Tracker
+from titanlite.metrics.tracker_base import PROJECT, Tracker
 from titanlite.utils import logger
 
 #: Limits of wandb itself to begin and to end a run. The end of the process waits for either.

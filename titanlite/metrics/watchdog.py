@@ -50,7 +50,7 @@ from titanlite.metrics.hang_report import table, verdict  # never at a hang: fil
 from titanlite.metrics.phase_tracker import Position
 from titanlite.metrics.rank_state import RankState
 from titanlite.runs import TRACES
-from titanlite.runs.logs import FOLDER as LOGS
+from titanlite.runs.rank_logs import FOLDER as LOGS
 from titanlite.utils import logger, progress_at
 
 #: Name of the thread, as `threading.enumerate` and a debugger show it.

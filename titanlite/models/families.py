@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from titanlite.config.dotted_paths import resolve_as
 from titanlite.config.errors import Problem
+from titanlite.config.import_objects import resolve_as
 from titanlite.models.spec import ModelSpec, ShapeError, names_like, shown
 from titanlite.utils import is_dotted
 

@@ -11,9 +11,9 @@ from typing import Annotated, Any, TypedDict
 import msgspec
 
 from titanlite.runs import ATTEMPTS
-from titanlite.runs.jsonl import FILE as METRICS
-from titanlite.runs.lines import read_lines, tell
+from titanlite.runs.metrics_jsonl import FILE as METRICS
 from titanlite.runs.prediction import Prediction
+from titanlite.runs.read_jsonl import read_lines, tell
 
 Attempt = Mapping[str, Any]
 

@@ -17,8 +17,6 @@ from pathlib import Path
 from titanlite import exit_codes
 from titanlite.runs import ATTEMPTS
 from titanlite.runs.attempts import Attempt, read_attempts
-from titanlite.runs.jsonl import FILE as METRICS
-from titanlite.runs.lines import read_metrics
 from titanlite.runs.lock import FILE as LOCK
 from titanlite.runs.lock import (
     LEASE_SECONDS,
@@ -27,7 +25,9 @@ from titanlite.runs.lock import (
     process_is_alive,
     read_lock,
 )
+from titanlite.runs.metrics_jsonl import FILE as METRICS
 from titanlite.runs.prediction import Prediction
+from titanlite.runs.read_jsonl import read_metrics
 
 #: Levels of folders that `find_runs` searches.
 DEPTH = 4

@@ -23,7 +23,7 @@ from titanlite.config.load import load
 from titanlite.contrib.trackers.mlflow import metric_name
 from titanlite.metrics import boards
 from titanlite.metrics.boards import BackgroundWriter, close_all
-from titanlite.metrics.trackers import TrackedRun, Tracker
+from titanlite.metrics.tracker_base import TrackedRun, Tracker
 
 NAMES = ["mlflow", "comet", "trackio"]
 LOSS = "loss_metrics/global_avg_loss"

@@ -14,8 +14,8 @@ from titanlite.config.load import read_text
 from titanlite.contrib.evidence.checks import IDLE, NOT_RUN, Check, Skipped, made
 from titanlite.resolve.load import resolve
 from titanlite.runs import ATTEMPTS
-from titanlite.runs.lines import read_lines
 from titanlite.runs.read import read_run
+from titanlite.runs.read_jsonl import read_lines
 from titanlite.runs.record import CONFIG
 from titanlite.utils import counted
 

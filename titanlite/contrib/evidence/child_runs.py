@@ -10,8 +10,8 @@ from pathlib import Path
 
 from titanlite import torchrun
 from titanlite.contrib.processes import kill, last_lines, run, start
-from titanlite.runs.jsonl import FILE
-from titanlite.runs.lines import read_lines
+from titanlite.runs.metrics_jsonl import FILE
+from titanlite.runs.read_jsonl import read_lines
 
 CONSOLE = "console.log"
 #: Seconds between two looks at a run that is to be killed.

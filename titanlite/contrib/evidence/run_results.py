@@ -12,8 +12,8 @@ import torch
 from titanlite.checkpoint.loaded import RESUME
 from titanlite.checkpoint.manifest import digest_of, step_folder, steps_in
 from titanlite.cli.hub.compare_checkpoints import Contents
-from titanlite.runs.jsonl import FILE
-from titanlite.runs.lines import read_lines
+from titanlite.runs.metrics_jsonl import FILE
+from titanlite.runs.read_jsonl import read_lines
 
 #: Figures, hashes of batches and tensors by name.
 Facts = Mapping[str, Any]

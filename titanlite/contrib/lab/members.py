@@ -26,7 +26,7 @@ from titanlite.contrib.processes import (
     tell,
     training_environment,
 )
-from titanlite.metrics.trackers import RUN_IDS
+from titanlite.metrics.tracker_base import RUN_IDS
 from titanlite.run.config import RunConfig
 from titanlite.runs import provenance
 from titanlite.runs.attempts import read_attempts

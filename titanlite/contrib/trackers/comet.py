@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from titanlite.metrics.trackers import PROJECT, Tracker, flat
+from titanlite.metrics.tracker_base import PROJECT, Tracker, flat
 from titanlite.utils import logger
 
 #: Without these, Comet changes torch while it is imported, and reports errors of this process.

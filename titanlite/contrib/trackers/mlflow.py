@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from titanlite.metrics.trackers import PROJECT, Tracker, flat
+from titanlite.metrics.tracker_base import PROJECT, Tracker, flat
 from titanlite.utils import logger
 
 #: Most parameters in one request, and characters of one (limits of MLflow's API).

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
-from titanlite.metrics.trackers import PROJECT, Tracker
+from titanlite.metrics.tracker_base import PROJECT, Tracker
 
 
 class TrackioTracker(Tracker):

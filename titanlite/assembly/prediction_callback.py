@@ -16,7 +16,7 @@ from titanlite.plan.hardware import local_cluster
 from titanlite.plan.memory import with_vocabulary
 from titanlite.plan.plan import make_plan
 from titanlite.runs import PREDICTION
-from titanlite.runs.jsonl import MetricsLog
+from titanlite.runs.metrics_jsonl import MetricsLog
 from titanlite.runs.prediction import Compared, compare, keep, read
 from titanlite.utils import logger, timestamp
 
