@@ -64,7 +64,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Size:
-    """A linear's: its weight is [out_features, in_features]."""
+    """Size of a linear: its weight is [out_features, in_features]."""
 
     in_features: int
     out_features: int
