@@ -28,6 +28,7 @@ from titanlite.plan.hardware import (
     cluster_of,
     find_gpu,
     peak_flops,
+    ranks_of,
 )
 from titanlite.plan.rates import CONSTANTS
 from titanlite.plan.speed import Speed, predict
@@ -120,6 +121,18 @@ def test_a_cluster_is_that_of_the_command_or_of_the_launch_section():
             cluster_of(run, **words)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no GPU is named"):
         cluster_of(make(16))
+
+
+@pytest.mark.parametrize(("own", "gpus"), [(None, 8), (4, 4), (16, 8)])
+def test_a_machine_has_no_more_gpus_than_its_launch_has_ranks_there(own, gpus):
+    words = ["launch.instance_type=p5.48xlarge", "launch.nodes=2"]
+    words += [f"launch.gpus_per_node={own}"] if own else []
+    ranks = ranks_of(make(1, *words).launch)
+    assert ranks == 2 * gpus
+    found = cluster_of(make(ranks, *words))
+    assert (found.gpus_per_node, found.nodes) == (gpus, 2)
+    # Each GPU has its own share of the machine's network.
+    assert found.network == 3200e9 / 8 * gpus / 8
 
 
 def test_the_parts_are_the_step_and_the_utilisation_is_that_of_the_logs():

@@ -236,7 +236,7 @@ def ranks_of(
 ) -> int:
     """Return the given GPUs, else those of `[launch]`; 8 of an unknown machine."""
     kind = instance or ("" if gpu else launch.instance_type)
-    size = find_instance(kind).gpus if kind else launch.gpus_per_node
+    size = _gpus_used(kind, launch) if kind else launch.gpus_per_node
     return gpus or (nodes or launch.nodes) * (size or DEFAULT_GPUS_PER_NODE)
 
 
@@ -260,7 +260,7 @@ def cluster_of(
     if instance:
         machine = find_instance(instance)
         kind = GPUS[machine.gpu_key]
-        own = machine.gpus
+        own = _gpus_used(instance, run.launch)
         alike = [machine]
     else:
         kind = find_gpu(gpu or "")
@@ -291,6 +291,11 @@ def local_cluster(run: RunConfig, device_name: str, ranks: int) -> Cluster:
     if ranks > DEFAULT_GPUS_PER_NODE:
         ranks = math.gcd(ranks, DEFAULT_GPUS_PER_NODE)
     return cluster_of(run, gpu=device_name, gpus_per_node=ranks)
+
+
+def _gpus_used(kind: str, launch: Launch) -> int:
+    machine = find_instance(kind)
+    return min(machine.gpus, launch.gpus_per_node or machine.gpus)
 
 
 def _instance_name(run: RunConfig, gpu: str | None, instance: str | None) -> str:
