@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torch import nn
 from tests.support.checkpoints import assert_equal, two_and_two
 from tests.support.checkpoints import train as train_and_save
 from tests.support.harness import TINY, Run, batches, full_precision, train
-from titanlite.assembly.preflight import optimizer_problems
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
 from titanlite.config.model_sections import Optimizer, OptimizerGroup
@@ -216,14 +214,6 @@ def test_muon_takes_the_matrices_of_blocks():
         if "muon" in group
     ]
     assert matrices == {n for n, p in parameters.items() if n.startswith("layers.") and p.ndim == 2}
-
-
-def test_patterns_are_checked():
-    settings = Optimizer(groups=[OptimizerGroup(pattern="norm"), OptimizerGroup(pattern="nowhere")])
-    run: Any = SimpleNamespace(spec=get_spec("llama3"), optimizer=settings)
-    (found,) = optimizer_problems(run, TINY)
-    assert found.key == "optimizer.groups[1].pattern"
-    assert "in no parameter's name" in str(found)
 
 
 def test_many_matrices_in_one_parameter_are_made_orthogonal_one_by_one():

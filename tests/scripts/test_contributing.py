@@ -6,8 +6,6 @@ import re
 import subprocess
 import sys
 
-import pytest
-
 from tests.support.processes import ROOT
 from tests.support.scripts import load_script
 
@@ -24,18 +22,6 @@ def test_every_place_of_a_recipe_exists():
     for file in re.findall(r"`([\w/]+/[\w/.-]+\.\w+)`", pages[0].read_text()):
         names_one = not {"NAME", "EXTENSION"} & set(re.findall(r"[A-Z]+", file))
         assert not names_one or (ROOT / file).is_file(), file
-
-
-def test_places_are_whole_functions_tables_and_fields():
-    def lines(file, symbol):
-        return RECIPE.source(file, symbol).splitlines()
-
-    field = lines("titanlite/config/run_sections.py", "Metrics.log_freq")
-    assert len(field) == 2 and field[0].endswith("log_freq: Count = 10")
-    function = lines("titanlite/optim/gradients.py", "square_norm")
-    assert function[0].endswith("@torch.no_grad()") and function[-1].endswith("return total")
-    with pytest.raises(KeyError, match="absent"):
-        lines("titanlite/config/decays.py", "DECAYS.absent")
 
 
 def test_a_recipe_prints_its_places_and_fits_a_screen():

@@ -52,13 +52,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-def from_wheel(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """`titanlite` of the wheel, in a folder that holds nothing of ours."""
-    empty = site / "empty"
-    empty.mkdir(exist_ok=True)
-    return python("-m", "titanlite", *words, cwd=empty, env={"PYTHONPATH": str(site)})
-
-
 def test_the_wheel_has_configs_schema_and_types(installed):
     ours = {path.name for path in (ROOT / "train_configs").iterdir()}
     assert {path.name for path in (installed / "titanlite" / "train_configs").iterdir()} == ours
@@ -78,31 +71,10 @@ def test_the_page_of_the_package_index_links_to_no_file(installed):
     assert [target for target in targets if not target.startswith("https://")] == []
 
 
-def test_a_config_of_the_wheel_is_found_by_its_name(installed):
-    done = from_wheel(
-        installed, "config", "check", "llama3_8b_level2_compile.toml", "--world-size", "8"
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"{installed}/titanlite/train_configs/llama3_8b_level2_compile.toml" in done.stdout
-
-
-def test_the_wheel_writes_jobs(installed):
-    words = ["platforms/llama3_1_8b_g6e.toml", "--dry-run"]
-    done = from_wheel(installed, "launch", "slurm", *words)
+def test_the_wheel_writes_the_job_of_a_config_of_its_own(installed):
+    empty = installed / "empty"  # nothing of ours is there
+    empty.mkdir()
+    words = ["-m", "titanlite", "launch", "slurm", "platforms/llama3_1_8b_g6e.toml", "--dry-run"]
+    done = python(*words, cwd=empty, env={"PYTHONPATH": str(installed)})
     assert done.returncode == 0 and "#SBATCH --gpus-per-node=4" in done.stdout, done.stderr
     assert (installed / "titanlite" / "deploy" / "Dockerfile").is_file()
-
-
-def test_what_is_installed_for_training_is_imported_somewhere_and_looked_for_in_environments():
-    listed = re.search(
-        r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S
-    )
-    assert listed is not None
-    needed = set(re.findall(r'^ +"(\w+)', listed[1], re.M))
-    code = "".join(path.read_text() for path in (ROOT / "titanlite").rglob("*.py"))
-    imported = re.findall(r"^ *(?:import|from) (?:torch\.utils\.)?(\w+)", code, re.M)
-    assert {"torch", "numpy"} <= needed <= set(imported)
-    script = (ROOT / "scripts" / "setup_env.sh").read_text()
-    looked_for = re.search(r'^_RUN_MODULES="(.*)"', script, re.M)
-    assert looked_for is not None
-    assert set(looked_for[1].split()) == needed - {"tomli"} | {"titanlite"}
