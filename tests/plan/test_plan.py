@@ -13,6 +13,7 @@ import torch
 from titanlite.cli import main as cli
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
+from titanlite.config.model_sections import Optimizer
 from titanlite.plan.hardware import cluster_of
 from titanlite.plan.memory import estimate, with_vocabulary
 from titanlite.plan.optimizer import update_bytes
@@ -100,6 +101,14 @@ def test_state_and_traffic_of_an_update_are_those_of_its_tensors(flags, state, m
     parameters = 8_030_261_248
     assert checkpoint_bytes(run) == pytest.approx(parameters * (master + state), rel=0.003)
     assert update_bytes(run.optimizer, master) == pytest.approx(moved, rel=0.001)
+
+
+def test_an_optimizer_without_a_formula_tells_its_state_itself(monkeypatch):
+    def build(parameters: Any, settings: Any, device: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters.values(), lr=0.1, momentum=0.9)
+
+    monkeypatch.setattr("titanlite.optim.optimizer.build_optimizer", build)
+    assert update_bytes(Optimizer(name="New"), 4) == pytest.approx(2 * (2 * 4 + 4))
 
 
 def test_an_asynchronous_save_of_adapters_copies_no_frozen_weights(tmp_path):

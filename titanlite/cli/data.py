@@ -10,7 +10,7 @@ from typing import get_args
 
 from titanlite import exit_codes
 from titanlite.cli.argument_parser import FLAGS, Commands, add_group, add_to_group
-from titanlite.config.data_sections import TextFormat
+from titanlite.config.data_sections import Format
 from titanlite.data import DataError
 from titanlite.utils import cores, say
 
@@ -45,9 +45,8 @@ def add_commands(commands: Commands) -> None:
     add("--prompt-key", "field that is read and not trained on", "KEY")
     add("--completion-key", "field that follows the prompt and is trained on", "KEY")
     add("--messages-key", "field that holds conversations", "KEY")
-    kind = "json, parquet, arrow, text or source (default: by content)"
-    formats = [one for one in get_args(TextFormat) if one != "tokens"]
-    add("--format", kind, "KIND", choices=formats)
+    kinds = ", ".join(get_args(Format)[1:])
+    add("--format", f"{kinds} (default: by content)", "KIND", choices=get_args(Format))
     add("--chat-template", "as data.chat_template (default: the tokenizer's)", "FILE")
     add("--template-date", "as data.template_date, for templates that write one", "DAY")
     add("--workers", "cores to use (default: all)", "N", type=int, default=cores())

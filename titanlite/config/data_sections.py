@@ -33,7 +33,10 @@ def steps_of(item: int | str) -> tuple[int, int]:
     return int(first), int(last or first)
 
 
-TextFormat = Literal["auto", "json", "parquet", "arrow", "text", "source", "tokens"]
+Format = Literal["auto", "json", "parquet", "arrow", "text", "source"]
+"""A reader of `titanlite.data.formats`."""
+
+TextFormat = Literal[Format, "tokens"]
 
 
 class DataSource(Section, frozen=True):

@@ -34,7 +34,10 @@ _SWITCHES: dict[str, tuple[str, Any]] = {
     f"{_PIPELINE}_schedule": (f"{_PIPELINE}_degree", several),
     f"{_PIPELINE}_split_points": (f"{_PIPELINE}_degree", several),
     f"{_PIPELINE}_microbatches": (f"{_PIPELINE}_degree", several),
-    "optimizer.kahan": ("optimizer.name", lambda name: name not in ("AdamW", "Adam", "Muon")),
+    "optimizer.kahan": (
+        "optimizer.name",
+        lambda name: name == "AnyPrecisionAdamW" or is_dotted(name),
+    ),
     "optimizer.compensation_dtype": ("optimizer.kahan", True),
     "optimizer.momentum": ("optimizer.name", lambda name: name == "Muon" or is_dotted(name)),
     "optimizer.args": ("optimizer.name", is_dotted),

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-Format = Literal["auto", "json", "parquet", "arrow", "text", "source"]
+from titanlite.config.data_sections import Format as Format
 
 
 class Kind(NamedTuple):

@@ -22,9 +22,7 @@ class AnyPrecisionAdamW(GatedOptimizer):
     training stagnates. Kahan summation keeps what was rounded away, and adds it to the next update
     (Kahan, 1965; Zamirai et al., 2020, arXiv:2010.06192).
 
-    The arithmetic is in float32; a step rounds its results once, when it stores them. Bytes per
-    parameter besides weight and gradient: those of momentum and variance, and of the compensation
-    with `kahan`.
+    The arithmetic is in float32; a step rounds its results once, when it stores them.
     """
 
     def __init__(  # noqa: PLR0913

@@ -41,8 +41,7 @@ def build_optimizer(
     """Build the optimizer of section `[optimizer]`; `gated_step` sets its rates at every step.
 
     parameters: all of a model, by name. blocks: their names; Muon takes their matrices. scales: of
-    rates and epsilons, for a built-in optimizer. Without groups all parameters have one weight
-    decay, norms included, as in Llama 2's and torchtitan's training.
+    rates and epsilons, for a built-in optimizer.
 
     Raises TypeError for an object that is no optimizer, and ConfigError for a class that refuses
     its arguments.

@@ -17,18 +17,20 @@ from titanlite.utils import is_dotted
 
 def state_bytes(weight: Weight, settings: Optimizer, master: int) -> float:
     """Return optimizer bytes per number of a weight. master: bytes of a number of the weights."""
-    if is_dotted(settings.name):
-        return _asked(settings, master)
     momentum, variance, rest = (
         BYTES[name]
         for name in (settings.momentum_dtype, settings.variance_dtype, settings.compensation_dtype)
     )
     rest *= settings.kahan
     by_name = {
+        "AdamW": 2 * master,
+        "Adam": 2 * master,
         "AnyPrecisionAdamW": momentum + variance + rest,
         "Muon": 4 if weight.matrix else 8,
     }
-    return by_name.get(settings.name, 2 * master)
+    if settings.name in by_name:
+        return by_name[settings.name]
+    return _asked(settings, master)
 
 
 #: By settings, and bytes of a number of the weights.
@@ -36,7 +38,7 @@ _found: dict[tuple[str, int], float] = {}
 
 
 def _asked(settings: Optimizer, master: int) -> float:
-    """Return the bytes per number that an optimizer of the user keeps.
+    """Return the bytes per number that an optimizer without a formula keeps.
 
     A step on the meta device tells them; those of AdamW where none can be taken there.
     """
@@ -68,10 +70,11 @@ def _asked(settings: Optimizer, master: int) -> float:
 def update_bytes(settings: Optimizer, master: int) -> float:
     """Return the bytes per parameter that an update and the norm before it move.
 
-    titanlite's own optimizers are many kernels: as counted on the null GPU, clipping included, for
-    Kahan summation with weights and states in bfloat16. Of others, weight and state are read and
-    written once, and the gradient is read twice: 32 for AdamW in float32.
+    Weight and state are read and written once, and the gradient is read twice: 32 for AdamW in
+    float32.
     """
+    # Those of many kernels, as counted on the null GPU, clipping included; for Kahan summation with
+    # weights and states in bfloat16.
     counted = {"AnyPrecisionAdamW": 206 if settings.kahan else 154, "Muon": 98}
     return counted.get(settings.name) or 2 * (
         2 * master + state_bytes(Weight(1, 1, 1, (1, 1)), settings, master)
