@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Print the places that a recipe of CONTRIBUTING.md names, with the numbers of their lines.
+"""Print the places that a recipe of docs/extend.md names, with the numbers of their lines.
 
 usage: python scripts/recipe.py NAME
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "CONTRIBUTING.md"
+PAGE = ROOT / "docs" / "extend.md"
 #: `file:symbol`, such as `titanlite/step.py:TrainStep.run`.
 PLACE = re.compile(r"`([\w./-]+\.py):([\w.]+)`")
 
