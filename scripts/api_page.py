@@ -28,7 +28,7 @@ GROUPS = {
         "to_device validate"
     ),
     "Text": "generate",
-    "Callbacks": "Callback RunEnd",
+    "Callbacks": "Callback Figures RunEnd",
     "Checkpoints": "Checkpointer LoadedState",
     "Models": "ModelSpec Init Size Cost",
     "Changes of a module": (

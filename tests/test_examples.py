@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.pool import Pools
 from tests.support.refusals import refusal
+from tests.support.whole_runs import scalars, train_run
 from titanlite import Callback, Trainer, apply_cp, apply_fsdp, apply_tp, build, load_config
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.checkpoint.state_dict import gather
 from titanlite.config.errors import ConfigError
-from titanlite.config.import_objects import resolve
 from titanlite.config.own_functions import load_functions
 from titanlite.dist import ParallelismError
 from titanlite.dist.dist_env import DistEnv
@@ -339,6 +339,28 @@ def test_the_loop_of_the_page_trains_as_plain_torch_does(pool, tmp_path):
             assert found == pytest.approx(losses, rel=of_losses, abs=0)
             for name, weight in weights.items():
                 torch.testing.assert_close(trained[name], weight, rtol=0, atol=of_weights)
+
+
+def test_the_figure_of_the_page_is_logged_over_all_ranks(pool, tmp_path):
+    """Of two ranks the standard deviation is the distance of the larger loss from the mean."""
+    page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    code = page.partition("### Figures of your own")[2].partition("```python\n")[2]
+    (tmp_path / "my_figures.py").write_text(code.partition("```")[0], encoding="utf-8")
+    flags = [
+        f"--job.callbacks={tmp_path}/my_figures.py:LossSpread",
+        f"--metrics.save_tb_folder={tmp_path}/boards",
+        "--metrics.enable_tensorboard",
+        "--metrics.log_freq=2",
+        "--training.steps=4",
+        "--no-validation.enable",
+    ]
+    rows = pool(2).run(train_run, str(tmp_path), *flags)[0]["rows"]
+    assert [row["step"] for row in rows] == [1, 2, 4]
+    for row in rows:
+        assert row["loss_spread"] == pytest.approx(row["max_loss"] - row["loss"], rel=1e-3)
+        assert row["loss_spread"] > 1e-3
+    shown = scalars(next((tmp_path / "boards").iterdir()))["loss_spread"]
+    assert shown == [(row["step"], pytest.approx(row["loss_spread"])) for row in rows]
 
 
 def _refused_meshes(world: DistEnv) -> list[str]:

@@ -28,6 +28,7 @@ Checkpointer(config, world, fingerprints, run_config=, tokenizer_files=, average
 Cost(flops, parameters)
 Datasets(tokenizer, train, validation, tasks=)
 DistEnv(rank, local_rank, size, device, timeout=)
+Figures()
 FiniteGuard(device, policy=, max_skips=, spike_sigmas=, window=)
 Init(kind, std=, bound=, value=)
 LoadedState(step, train, notices=, folder=, origin=, left_out=, partial=, config=, changes=, verified=, is_foreign=)

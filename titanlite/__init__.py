@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.assembly.datasets import read_datasets as read_datasets
     from titanlite.assembly.rank_checks import check_ranks as check_ranks
     from titanlite.callbacks import Callback as Callback
+    from titanlite.callbacks import Figures as Figures
     from titanlite.callbacks import RunEnd as RunEnd
     from titanlite.checkpoint.loaded import LoadedState as LoadedState
     from titanlite.checkpoint.manager import Checkpointer as Checkpointer
@@ -58,7 +59,7 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
 #: Module → its public names.
 _PUBLIC = {
     "assembly.build": ["TrainingComponents", "build"],
-    "callbacks": ["Callback", "RunEnd"],
+    "callbacks": ["Callback", "Figures", "RunEnd"],
     "checkpoint.loaded": ["LoadedState"],
     "checkpoint.manager": ["Checkpointer"],
     "cli.sample": ["generate"],

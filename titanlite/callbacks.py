@@ -22,6 +22,8 @@ from titanlite.exit_codes import is_of_collectives, no_exit, own_code
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
+    import torch
+
     from titanlite.checkpoint.store_paths import AnyPath
     from titanlite.dist.signals import StopSignal
     from titanlite.step import StepResult
@@ -118,6 +120,25 @@ class Callback:
         """
 
 
+class Figures(Callback):
+    """Adds entries to the row of a logged step, in metrics.jsonl and on boards.
+
+    `sums`, then `figures`, are called on every rank, at logged steps alone, after the update and
+    `on_step_end`. What counts between logs starts anew in `on_start` and `on_rollback`; what
+    outlasts a resume needs `state_dict`.
+    """
+
+    def sums(self, trainer: Trainer) -> torch.Tensor:
+        """Return this rank's part of numbers that the log adds up over ranks: a tensor on the
+        device, of one size on all. Of a number that all have, ranks other than 0 return zero.
+        """
+        raise NotImplementedError
+
+    def figures(self, trainer: Trainer, sums: list[float]) -> dict[str, float]:
+        """Return key, which is the tag too, → number, from the sums over all ranks."""
+        raise NotImplementedError
+
+
 class Callbacks:
     """Calls one point of all callbacks, in their order."""
 
@@ -135,7 +156,7 @@ class Callbacks:
 
         Errors with their own exit code, and failed collectives, pass as they are.
         """
-        return [self._call(callback, point, *args) for callback in self._at[point]]
+        return [self.call(callback, point, *args) for callback in self._at[point]]
 
     def have(self, point: str) -> bool:
         """Return whether a callback implements `point`."""
@@ -147,7 +168,7 @@ class Callbacks:
         Raises CallbackError for what it cannot hold.
         """
         for callback in self._at["state_dict"]:
-            entries = self._call(callback, "state_dict", trainer)
+            entries = self.call(callback, "state_dict", trainer)
             try:
                 # Keys that are numbers become text, as after a resume.
                 entries = dict(json.loads(json.dumps(entries)))
@@ -171,7 +192,7 @@ class Callbacks:
         failed: Exception | None = None
         for callback in self._at["on_end"]:
             try:
-                self._call(callback, "on_end", trainer, end)
+                self.call(callback, "on_end", trainer, end)
             except Exception as error:
                 failed = failed or error
                 logger.error(str(error))
@@ -179,7 +200,7 @@ class Callbacks:
             raise failed
 
     @staticmethod
-    def _call(callback: Callback, point: str, *args: Any) -> Any:
+    def call(callback: Callback, point: str, *args: Any) -> Any:
         try:
             with no_exit(_name(callback)):
                 return getattr(callback, point)(*args)

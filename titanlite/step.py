@@ -20,8 +20,8 @@ from titanlite.loss import LossFunction, batch_loss, count_valid, cross_entropy_
 from titanlite.optim.gradients import (
     clip_divisor,
     clip_gradients,
-    square_norm,
-    square_norms,
+    square_sum,
+    square_sums,
 )
 from titanlite.optim.guard import FiniteGuard
 from titanlite.optim.optimizer import divides_gradients, gated_step, to_host
@@ -185,8 +185,8 @@ class TrainStep:
         with early.at(lr, self.before_update) if early else contextlib.nullcontext():
             share = self.runner.forward_backward(batches, tokens, self.phase)
         self.phase("optimizer")
-        layers = square_norms(self.model, share.device) if self.layer_norms else {}
-        square = (early or self).square_norm(share.device)
+        layers = square_sums(self.model, share.device) if self.layer_norms else {}
+        square = (early or self).square_sum(share.device)
         sums = torch.stack([share / self.factors.loss, square, *layers.values()])
         dist.all_reduce(sums)
         loss = sums[0]
@@ -211,9 +211,9 @@ class TrainStep:
             self.balance.update(ok)
         self.after_update()
 
-    def square_norm(self, device: torch.device) -> torch.Tensor:
+    def square_sum(self, device: torch.device) -> torch.Tensor:
         """Return this rank's share of the squared gradient norm."""
-        return square_norm(self.model.parameters(), device)
+        return square_sum(self.model.parameters(), device)
 
     def _update(self, norm: torch.Tensor, ok: torch.Tensor, lr: float) -> None:
         """Clip the gradients, take the optimizer's step if `ok` is set, and free the gradients."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tests.support.harness import W2
 from tests.support.steps import written_rows
@@ -108,3 +112,23 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "PP 2": (2, ("--experimental.pipeline_parallel_degree=2",)),
     "FSDP 2, TP 2": (4, ("--training.tensor_parallel_degree=2",)),
 }
+
+
+def on_each_layout(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test with the arguments `ranks` and `flags` on each of `LAYOUTS`; two are quick."""
+    cases = pytest.mark.parametrize(("ranks", "flags"), LAYOUTS.values(), ids=LAYOUTS)
+    return pytest.mark.slow_after(2)(cases(test))
+
+
+def of_whole_weights(
+    model: nn.Module, number: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, float]:
+    """Return parameter → `number` of the whole tensor in float64, on any layout.
+
+    All ranks call it together. A rank of a pipeline has the parameters of its own stages.
+    """
+    found = {}
+    for name, weight in model.named_parameters():
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        found[name] = number(whole.detach().double()).item()
+    return found

@@ -215,7 +215,7 @@ def test_names_are_resolved_beside_the_config_then_in_the_working_directory(tmp_
     with pytest.raises(
         CallbackError, match=r"^callback mine:Mine failed in on_end: AttributeError"
     ):
-        Callbacks([first])._call(first, "on_end", None, None)
+        Callbacks([first]).call(first, "on_end", None, None)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from tests.support.whole_runs import scalars
 from titanlite.config.sections import Training
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models.mixtral import MixtralArgs
-from titanlite.optim.gradients import layer_of, square_norm
+from titanlite.optim.gradients import layer_of, square_sum
 
 TOKENS, LABELS = batches(1, 8, 16, 192)
 
@@ -102,7 +102,7 @@ def test_norm_of_a_large_cpu_tensor_loses_no_small_squares():
     weight = torch.nn.Parameter(torch.zeros((), dtype=torch.bfloat16).expand(elements))
     weight.grad = torch.full((elements,), 1e-3, dtype=torch.bfloat16)
     exact = weight.grad[0].item() ** 2 * elements
-    assert square_norm([weight], torch.device("cpu")).item() == pytest.approx(exact, rel=1.2e-4)
+    assert square_sum([weight], torch.device("cpu")).item() == pytest.approx(exact, rel=1.2e-4)
 
 
 RUN = Run(TOKENS, LABELS, [1e-3], accumulation=2)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.assembly.start_report import StartReport
-from titanlite.callbacks import Callback
+from titanlite.callbacks import Callback, Figures
 from titanlite.data.text_report import checks_of
 from titanlite.metrics.housekeeping import (
     AttemptRecord,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def build_callbacks(
     parts: TrainingComponents, watchdog: Position | None, own: Sequence[Callback]
 ) -> tuple[list[Callback], Callable[[], dict[str, str]]]:
-    """Return every callback of a run, in order, and a function that names the run at its services.
+    """Return every callback of a run, in order, and what names the run at its services.
 
     The caller enters `watchdog`.
     """
@@ -48,15 +48,14 @@ def build_callbacks(
 
         every.append(TokenHashes(checks))
     garbage = GarbageCollection(run.training.gc_freq)
-    device = device_name(world.device)
-    folder = Path(run.job.dump_folder)
+    folder, device = Path(run.job.dump_folder), device_name(world.device)
     attempts = AttemptRecord(folder, run.toml, run.job.description, device, watchdog)
     every += [garbage, attempts]
     if parts.average is not None:
         every.append(parts.average)
     peak = _peak_flops(parts, device)
     metrics = _metrics(parts, garbage, peak)
-    every += [StartReport(parts, peak, attempts), *metrics.more, metrics]
+    every += [StartReport(parts, peak, attempts), metrics, *_figures(parts)]
     if world.device.type == "cuda" or (folder / PREDICTION).exists():
         from titanlite.assembly.prediction_callback import KeptPrediction
 
@@ -77,23 +76,27 @@ def build_callbacks(
     if parts.saves is not None:
         from titanlite.checkpoint.verify_resume import VerifyResume
 
-        loaders = parts.loaders
-        every.append(VerifyResume(public_config(run.toml), loaders.skip, loaders.share))
+        every.append(VerifyResume(public_config(run.toml), parts.loaders.skip, parts.loaders.share))
     every += own
     for feature in run.features.on:
         every += feature.callbacks(parts, metrics.write)
+    # What figures count at the end of a step is in the log of this step.
+    place = every.index(metrics)
+    every[place:] = sorted(every[place:], key=lambda one: not isinstance(one, Figures))
     return every, metrics.run_ids
+
+
+def _figures(parts: TrainingComponents) -> Iterator[Figures]:
+    """Yield the figures that keys or the model switch on."""
+    moe = parts.model_parts.moe_layers
+    if moe is not None:
+        yield moe.figures(parts.run.spec, parts.model, parts.world.device)
 
 
 def _metrics(
     parts: TrainingComponents, garbage: GarbageCollection, peak: float | None
 ) -> MetricsLogger:
     run = parts.run
-    #: Callbacks that add figures to the log, see `Figures`.
-    more: list[Any] = []
-    moe = parts.model_parts.moe_layers
-    if moe is not None:
-        more.append(moe.figures(run.spec, parts.model, parts.world.device))
     flops = {run.batch.seq_len: run.flops_per_token(parts.args, run.batch.seq_len)}
     for phase in run.data.phase:
         # A resume may have legs that the run from its start does not have.
@@ -101,7 +104,7 @@ def _metrics(
             flops[phase.seq_len] = run.flops_per_token(parts.args, phase.seq_len)
     meter = Throughput(parts.world.size, flops, peak)
     toml = public_config(run.toml)
-    return MetricsLogger(run.metrics, run.job, parts.world, toml, meter, garbage.read, more)
+    return MetricsLogger(run.metrics, run.job, parts.world, toml, meter, garbage.read)
 
 
 def _peak_flops(parts: TrainingComponents, device: str) -> float | None:

@@ -108,7 +108,8 @@ def close_all(boards: Sequence[BackgroundWriter], failed: bool) -> None:
         board.close(failed)
 
 
-#: Key of metrics.jsonl -> tag, which users of this kind of trainer have dashboards for.
+#: Key of metrics.jsonl -> tag, which users of this kind of trainer have dashboards for. Other keys
+#: are tags themselves.
 TAGS: Mapping[str, str] = {
     "loss": "loss_metrics/global_avg_loss",
     "max_loss": "loss_metrics/global_max_loss",
@@ -136,20 +137,14 @@ TAGS: Mapping[str, str] = {
     "alloc_retries": "memory/num_alloc_retries",
     "ooms": "memory/num_ooms",
 }
-#: Keys with these prefixes are tags already, many of them by layer.
-_TAGS = ("grad_norm/", "validation/", "eval/", "experts/")
+#: Keys of metrics.jsonl that boards do not show.
+_HIDDEN = ("step", "time", "validation_tokens", "validation_seconds", "eval_seconds")
 _FLUSH_SECONDS = 10
 
 
 def tags(row: Mapping[str, float]) -> dict[str, float]:
     """Return a row of metrics.jsonl under the tags of dashboards, without keys that have none."""
-    found = {}
-    for key, value in row.items():
-        if key.startswith(_TAGS):
-            found[key] = value
-        elif key in TAGS:
-            found[TAGS[key]] = value
-    return found
+    return {TAGS.get(key, key): value for key, value in row.items() if key not in _HIDDEN}
 
 
 class TensorBoard(BackgroundWriter):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
+from titanlite.callbacks import SLOW_PHASES, Callback, Figures, RunEnd
 from titanlite.config.run_sections import Job, Metrics
 from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics.step_line import SLOW_DATA, titan_line
@@ -27,26 +27,14 @@ if TYPE_CHECKING:
     from titanlite.trainer import Trainer
 
 
-class Figures(Protocol):
-    """Figures of a logged step from sums over all ranks, as of experts."""
-
-    def sums(self) -> torch.Tensor:
-        """Return this rank's sums since the last call: [any number] float64 on the device."""
-        ...
-
-    def figures(self, trainer: Trainer, sums: list[float]) -> dict[str, float]:
-        """Return entries of metrics.jsonl from the sums over all ranks."""
-        ...
-
-
 class MetricsLogger(Callback):
     """Turns steps into figures. Between two logs it reads no device and does not communicate.
 
     toml: the resolved config, without secrets. meter: of this rank. gc_seconds: seconds of garbage
-    collection since its last call. more: figures that are sums over all ranks (`Figures`).
+    collection since its last call.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         metrics: Metrics,
         job: Job,
@@ -54,7 +42,6 @@ class MetricsLogger(Callback):
         toml: str,
         meter: Throughput,
         gc_seconds: Callable[[], float] = float,
-        more: Sequence[Figures] = (),
     ) -> None:
         self._metrics = metrics
         self._job = job
@@ -62,7 +49,6 @@ class MetricsLogger(Callback):
         self._toml = toml
         self._meter = meter
         self._gc_seconds = gc_seconds
-        self.more = more
         #: None: a rank alone.
         self._ranks: StragglerDetector | None = None
         self._jsonl: MetricsLog | None = None
@@ -194,7 +180,9 @@ class MetricsLogger(Callback):
 
     def _log(self, trainer: Trainer, result: StepResult) -> None:
         step = trainer.step
-        parts = [more.sums() for more in self.more]
+        callbacks = trainer.callbacks
+        added = [one for one in callbacks.all if isinstance(one, Figures)]
+        parts = [callbacks.call(one, "sums", trainer).detach().reshape(-1) for one in added]
         found = self._reduce(result, parts)
         tokens_after = trainer.parts.course.tokens_after
         reading = self._meter.read(tokens_after(trainer.steps) - tokens_after(step))
@@ -221,11 +209,11 @@ class MetricsLogger(Callback):
         for layer, norm in zip(result.layer_norms, found.layer_norms, strict=True):
             row[f"grad_norm/{layer}"] = norm
         sums = found.sums
-        for more, part in zip(self.more, parts, strict=True):
-            row |= more.figures(trainer, sums[: len(part)])
+        for one, part in zip(added, parts, strict=True):
+            row |= callbacks.call(one, "figures", trainer, sums[: len(part)])
             sums = sums[len(part) :]
         self.write(step, row)
-        trainer.callbacks("on_log", trainer, row)
+        callbacks("on_log", trainer, row)
         reset_peak(self._world.device)
 
     def _show(self, step: int, row: Mapping[str, float], reading: Reading, waits: float) -> None:
@@ -262,7 +250,7 @@ class MetricsLogger(Callback):
             logger.warning(f"step {step}: {warning}")
 
     def _reduce(self, result: StepResult, parts: Sequence[torch.Tensor]) -> _Reduced:
-        """Use one all-reduce and one reading of the device. parts: what is summed besides.
+        """Use one all-reduce and one reading of the device.
 
         Every rank has its own place, where the others have zero.
         """

@@ -51,12 +51,12 @@ def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def square_norm(
+def square_sum(
     parameters: Iterable[nn.Parameter],
     device: torch.device,
     of: Callable[[nn.Parameter], torch.Tensor | None] = attrgetter("grad"),
 ) -> torch.Tensor:
-    """Return this rank's share of a squared norm (0-dim float32 on `device`): of all gradients.
+    """Return this rank's share of the sum of squares of all gradients: 0-dim float32 on `device`.
 
     The shares of all ranks add up. A part that several ranks hold counts as a fraction on each.
 
@@ -95,8 +95,8 @@ def layer_of(name: str) -> str:
     return ".".join(parts[:1])
 
 
-def square_norms(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return `square_norm` of each layer, in model order; zero for layers on other ranks of a
+def square_sums(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return `square_sum` of each layer, in model order; zero for layers on other ranks of a
     pipeline.
     """
     layers: dict[str, list[nn.Parameter]] = {}
@@ -106,4 +106,4 @@ def square_norms(model: nn.Module, device: torch.device) -> dict[str, torch.Tens
         layers = {layer_of(name): [] for name in layout.trained}
     for name, parameter in model.named_parameters():
         layers.setdefault(layer_of(name), []).append(parameter)
-    return {layer: square_norm(parameters, device) for layer, parameters in layers.items()}
+    return {layer: square_sum(parameters, device) for layer, parameters in layers.items()}

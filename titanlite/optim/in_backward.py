@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from titanlite.optim.gradients import square_norm
+from titanlite.optim.gradients import square_sum
 from titanlite.optim.optimizer import set_rates
 
 
@@ -42,15 +42,15 @@ class StepInBackward:
         finally:
             self._active = False
 
-    def square_norm(self, device: torch.device) -> torch.Tensor:
-        """Return this rank's share for the latest gradients, as `gradients.square_norm`."""
+    def square_sum(self, device: torch.device) -> torch.Tensor:
+        """Return this rank's share for the latest gradients, as `gradients.square_sum`."""
         return torch.stack(self._squares).to(device).sum()
 
     def _step(self, parameter: torch.Tensor) -> None:
         if not self._active:
             return
         assert isinstance(parameter, nn.Parameter)
-        self._squares.append(square_norm([parameter], parameter.device))
+        self._squares.append(square_sum([parameter], parameter.device))
         groups = self._optimizer.param_groups
         index = self._group_of.get(id(parameter))
         if index is not None:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from titanlite.callbacks import Callback
+from titanlite.callbacks import Figures
 
 if TYPE_CHECKING:
     from titanlite.trainer import Trainer
 
 
-class ExpertFigures(Callback):
-    """Tells how even the load of experts has been since the last log, before which it must run.
+class ExpertFigures(Figures):
+    """Tells how even the load of experts has been since the last log.
 
     experts: of each MoE layer in the whole model, by name.
     """
@@ -39,19 +39,17 @@ class ExpertFigures(Callback):
             modules[name].record = self._records[name]
 
     def on_start(self, trainer: Trainer) -> None:
-        self.sums()
+        self.sums(trainer)
 
     def on_rollback(self, trainer: Trainer) -> None:
-        self.sums()
+        self.sums(trainer)
 
-    def sums(self) -> Tensor:
-        """Return this rank's records since the last call, in float64 on the device."""
+    def sums(self, trainer: Trainer) -> Tensor:
         sums = torch.cat(list(self._records.values()))
         torch._foreach_zero_(list(self._records.values()))
         return sums
 
     def figures(self, trainer: Trainer, sums: list[float]) -> dict[str, float]:
-        """Return means over tokens and layers."""
         shares, entropies, losses = {}, [], []
         for name, experts in self._experts.items():
             rows = sums[:experts]
