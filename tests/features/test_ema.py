@@ -17,7 +17,6 @@ from tests.support.pool import Pools
 from tests.support.whole_runs import losses_of, make_trainer, outcome_of, train_run
 from titanlite import exit_codes
 from titanlite.callbacks import Callback
-from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.cli.argument_parser import Parser
 from titanlite.cli.hub.compare_checkpoints import Contents
 from titanlite.cli.hub.export_weights import convert, open_source
@@ -91,35 +90,6 @@ def test_each_good_step_moves_it_and_training_does_not_notice(pool, tmp_path, st
     assert losses_of(plain["rows"]) == losses_of(found["rows"])
     assert _validations(plain).keys() == _validations(found).keys() == set(range(1, 7))
     assert _validations(plain)[6] < _validations(found)[6] - 1e-3, "the average lags"
-
-
-@pytest.mark.slow
-def test_the_last_save_has_the_weights_that_were_validated(pool, tmp_path, straight):
-    flags = [
-        *EMA,
-        *VALIDATE,
-        "--validation.ema",
-        "--checkpoint.model_weights_only",
-        "--checkpoint.export_ema",
-    ]
-    found = pool(2).run(train_run, str(tmp_path / "a"), *flags)[0]
-    weights = tmp_path / "a" / "checkpoint" / "step-6"
-    with pytest.raises(CheckpointError, match="no average of the weights"):
-        open_source(weights, ema=True)
-    assert not any(name.startswith("ema.") for name in Contents(weights).manifest.tensors)
-    again = [
-        f"--checkpoint.initial_load_path={weights}",
-        *VALIDATE,
-        "--validation.first",
-        "--training.steps=1",
-    ]
-    assert (
-        _validations(pool(2).run(train_run, str(tmp_path / "b"), *again)[0])[0]
-        == _validations(found)[6]
-    )
-    assert pool(2).run(evaluate_run, weights)[0].all.loss == _validations(found)[6], (
-        "it holds no other weights"
-    )
 
 
 def test_commands_take_the_average(pool, straight, capsys, tmp_path):

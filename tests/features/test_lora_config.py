@@ -7,7 +7,6 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titanlite.cli.plan.memory_trace import trace
-from titanlite.config.errors import ConfigError
 from titanlite.dist.dist_env import DistEnv
 from titanlite.features.lora.digests import digest_of_tensor, digests_of
 from titanlite.features.lora.settings import Adapters, adapters_of
@@ -24,32 +23,6 @@ BASE = ("--checkpoint.enable_checkpoint", "--checkpoint.initial_load_path=somewh
 def read(*flags: str, config: str = "llama3_1_8b", ranks: int = 8) -> RunConfig:
     words = [f"--job.config_file=train_configs/{config}.toml", *BASE, "--lora.rank=16", *flags]
     return check_config(words, ranks, training=False)[1]
-
-
-@pytest.mark.parametrize(
-    ("flags", "shown"),
-    [
-        (["--checkpoint.initial_load_path=none"], "name the weights that the adapters belong to"),
-        (['--lora.targets=["wx"]'], '"wx" is the end of no linear\'s name'),
-        (['--lora.targets=["wqq"]'], "nearest: wq"),
-        (['--lora.targets=["output"]'], "is the head, which gets no adapter"),
-        (['--lora.targets=["lm_head"]'], "is the head, which gets no adapter"),
-        (['--lora.targets=["q_pro"]'], "nearest: q_proj"),
-        (["--checkpoint.initial_load_model_only=false"], "excludes checkpoint.initial_load_model"),
-        (["--checkpoint.create_seed_checkpoint"], "excludes checkpoint.create_seed_checkpoint"),
-        (
-            ["--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"],
-            "`titanlite export` merges adapters",
-        ),
-        (["--training.tensor_parallel_degree=2"], "adapters are small: shard the model by FSDP"),
-        (["--experimental.pipeline_parallel_degree=2"], "shard the model by FSDP"),
-        (["--float8.enable_float8_linear"], "frozen weights are in training.mixed_precision"),
-    ],
-)
-def test_what_does_not_fit_is_refused(flags, shown):
-    with pytest.raises(ConfigError) as refused:
-        read(*flags)
-    assert shown in str(refused.value)
 
 
 @pytest.mark.parametrize(

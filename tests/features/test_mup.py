@@ -15,7 +15,6 @@ from torch import nn
 
 from tests.support.harness import full
 from tests.support.pool import Pools
-from tests.support.refusals import refusal
 from tests.support.whole_runs import losses_of, make_trainer, train_run
 from titanlite.config.model_sections import Optimizer, OptimizerGroup
 from titanlite.dist.dist_env import DistEnv
@@ -355,44 +354,9 @@ def test_ranks_that_share_the_work_lose_what_one_rank_loses(pool, tmp_path):
 DEBUG = "--job.config_file=train_configs/debug_model.toml"
 
 
-@pytest.mark.parametrize(
-    ("flags", "shown"),
-    [
-        (["--mup.base_dim=24"], "no whole number at dim = 24"),
-        (["--mup.base_dim=64", "--mup.base.n_head=4"], "n_head is no width of this model"),
-        (["--mup.base_dim=64", "--mup.base.dim=4"], "dim is no width of this model"),
-        (["--mup.base_dim=64", "--mup.base.n_heads=5"], "n_heads = 5 does not divide dim"),
-        (["--mup.base_dim=64", '--mup.base.n_heads="4"'], "expected an integer"),
-        (["--mup.base_dim=64", "--optimizer.name=Adam"], "excludes optimizer.weight_decay"),
-        (["--mup.base_dim=64", "--optimizer.name=torch.optim.SGD"], "its rules are for AdamW"),
-        (
-            [
-                *("--mup.base_dim=64", "--lora.rank=4", "--checkpoint.enable_checkpoint"),
-                "--checkpoint.initial_load_path=train_configs",
-            ],
-            "adapters",
-        ),
-        (["--mup.base_dim=64", "--model.name=gemma3"], "optimizer.no_decay_on_norms = true"),
-    ],
-)
-def test_what_does_not_fit_is_refused(flags, shown):
-    problem = refusal([DEBUG, *flags])
-    assert shown in f"{problem.message} {problem.remedy}"
-
-
-def test_queries_of_one_size_hold_no_multiplier():
-    flags = ["--model.name=llama4", "--mup.base_dim=64", "--mup.base.n_heads=16"]
-    assert "unit_qk" in refusal([DEBUG, *flags]).message
-    check_config([DEBUG, *flags, "--model.overrides.unit_qk=false"])
-
-
 def test_keys_of_the_base_model_alone_are_told():
     run = check_config([DEBUG, "--mup.base.n_heads=4"])[1]
     assert any("mup.base" in note.text for note in run.notes)
-
-
-def test_the_start_report_names_the_base_model():
-    assert "dim 64: rates of AdamW times 0.25" in summary(rules_of("llama3", 64, ffn_dim=1024))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,7 +14,6 @@ import pytest
 
 from tests.support.pool import Pools
 from tests.support.processes import ROOT, python
-from tests.support.refusals import refusal
 from tests.support.task_files import (
     SHORT,
     TASKS,
@@ -285,12 +284,6 @@ def test_what_cannot_be_run_is_refused_at_the_start(pool, tmp_path, tasks):
 def test_a_folder_of_task_files_that_a_kept_config_names_is_code():
     (claim,) = config_claims("a.toml:3", "eval.include_path", "tasks", "tasks")
     assert claim.effect.startswith("runs functions that task files below /")
-
-
-@pytest.mark.parametrize("name", ["a.json", "tasks/quiz", "quiz.yaml"])
-def test_a_file_in_place_of_a_tasks_name_is_refused_with_the_config(name):
-    problem = refusal(["--job.config_file=debug_model.toml", f"--eval.tasks=['{name}']"])
-    assert problem.key == "eval.tasks" and f"{name!r} is a file" in problem.message
 
 
 def test_keys_without_tasks_are_told():

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -101,20 +100,6 @@ def test_an_entry_point_of_an_estimator_is_left_to_the_toolkit(tmp_path, monkeyp
     module = "sagemaker_pytorch_container.training:main"
     assert variables["SAGEMAKER_TRAINING_MODULE"] == module
     assert variables["FI_PROVIDER"] == "efa"
-
-
-def test_the_expressions_of_the_sagemaker_script_find_the_figures_of_a_log(golden):
-    script = (ROOT / "deploy" / "examples" / "sagemaker" / "llama3_1_8b.py").read_text()
-    patterns = dict(re.findall(r'MetricDefinition\(name="(\w+)", regex=r"(.*)"\)', script))
-    lines = "\n".join(line for attempt in golden.console() for line in attempt)
-    found = {
-        name: [float(one) for one in re.findall(pattern, lines)]
-        for name, pattern in patterns.items()
-    }
-    row = golden.rows()[24]
-    assert found["step"][-1] == 24
-    for name, key in {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}.items():
-        assert found[name][-1] == pytest.approx(row[key], rel=0.005)
 
 
 def _opt_ml(base: Path, hosts: list[str], here: str, **more: object) -> Path:

@@ -469,14 +469,6 @@ def test_a_lost_rank_of_an_earlier_start_ends_no_later_one(tmp_path, monkeypatch
     assert ends == ["137", "0"][-starts:], said
 
 
-def test_the_nodes_that_a_job_asks_for():
-    folder = "--job.dump_folder=/run"
-    four = [folder, "--launch.nodes=4", "--training.global_batch_size=96"]
-    assert "\n#SBATCH --nodes=4\n" in _script(*four)
-    assert "\n#SBATCH --nodes=6\n#" in _script(*four, "--launch.spare_nodes=2")
-    assert "\n#SBATCH --no-kill\n" in _script(*four, "--launch.spare_nodes=2")
-
-
 def test_other_systems_have_no_spare_nodes(capsys):
     words = [*RUN, *LAUNCH, "--launch.spare_nodes=1", "--dry-run"]
     assert cli.main(["launch", "local", *words]) == exit_codes.CONFIG

@@ -19,7 +19,7 @@ from tests.support.llamas import VARIANTS as LLAMAS
 from tests.support.reference import in_memory, in_our_names
 from titanlite.checkpoint.foreign_formats import open_weights
 from titanlite.contrib.evidence.module_differences import compare, trace_ours, trace_transformers
-from titanlite.models import SPECS, LlamaArgs, ShapeError, resolve_args
+from titanlite.models import SPECS, LlamaArgs
 from titanlite.models.args import as_record
 from titanlite.models.argument_fields import deciding
 from titanlite.models.deepseek_v3 import DeepSeekV3Args
@@ -366,25 +366,6 @@ def test_epsilons_of_latents_and_of_the_last_norm_decide_logits():
     model = SPECS["deepseek_v3"].build(replace(V3, norm_eps=1e-3, **changed))
     attention = model.layers["1"].attention
     assert (attention.q_norm.eps, attention.kv_norm.eps, model.norm.eps) == (1e-4, 1e-4, 1e-5)
-
-
-@pytest.mark.parametrize(
-    ("family", "overrides", "words"),
-    [
-        ("deepseek_v3", {"score": "softmax_of_chosen"}, 'score must be "sigmoid" or "softmax"'),
-        ("llama4", {"sparse_step": 9}, "no block has experts"),
-        (
-            "qwen3_moe",
-            {"sparse_step": 4},
-            "the family qwen3 has dense models",
-        ),
-        ("qwen3_moe", {"dense_blocks": [3]}, "dense_blocks has 3, and blocks are 0 to 2"),
-        ("qwen3_moe", {"dense_blocks": ["0"]}, "dense_blocks: expected a list of integers"),
-    ],
-)
-def test_arguments_that_make_no_model(family, overrides, words):
-    with pytest.raises(ShapeError, match=words):
-        resolve_args(family, "debugmodel", {"n_layers": 3, **overrides}, tokenizer_size=96)
 
 
 #: As published: `transformers` 4 wrote one table, for layers without a window.

@@ -13,7 +13,6 @@ from titanlite.models.args import model_args
 from titanlite.models.counts import count_active_parameters, count_parameters, flops_per_token
 from titanlite.models.families import family_of
 from titanlite.models.llama import LLAMA2, LLAMA3
-from titanlite.models.spec import ShapeError
 
 #: Parameters, as the model cards and the files have them; of mixtures also those of one token.
 #: DeepSeek's and Llama 4's are those that torchtitan counts, without blocks for further tokens.
@@ -359,32 +358,6 @@ def test_rope_scaling_as_a_toml_file_may_say_it():
     assert RopeScaling.parse(1.0) is None
     assert RopeScaling.parse("none") is None
     assert resolve_args("llama3", "3.1-8B", {"rope_scaling": "none"}).rope_scaling is None
-
-
-@pytest.mark.parametrize(
-    ("overrides", "field", "words"),
-    [
-        ({"n_heads": 7}, "", "n_heads = 7 does not divide dim = 256"),
-        ({"n_kv_heads": 3}, "", "n_kv_heads = 3 does not divide n_heads = 16"),
-        ({"dim": 240}, "", "head_dim = 15 is no positive even number"),
-        ({"n_layers": 0}, "", "n_layers must be positive, got 0"),
-        ({"vocab_size": 511}, "", "512 entries but the model's vocabulary only 511"),
-        ({"n_layers": 2.0}, "overrides.n_layers", "an integer, got 2.0"),
-        ({"rope_theta": "1e4"}, "overrides.rope_theta", 'a number, got "1e4"'),
-        ({"n_layer": 4}, "overrides.n_layer", "nearest: n_layers"),
-        (
-            {"max_seq_len": 16},
-            "overrides.max_seq_len",
-            "is 16, shorter than the sequences of 64 tokens",
-        ),
-    ],
-)
-def test_numbers_that_make_no_decoder_are_refused(overrides, field, words):
-    with pytest.raises(ShapeError) as error:
-        resolve_args("llama3", "debugmodel", overrides, tokenizer_size=512, max_seq_len=64)
-    (problem,) = error.value.problems
-    assert problem.key == field
-    assert words in str(error.value)
 
 
 def test_the_vocabulary_is_the_flavors_own_or_the_tokenizers():

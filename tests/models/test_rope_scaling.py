@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.refusals import refusal
 from titanlite.models import LlamaArgs, RopeScaling, get_spec
-from titanlite.models.args import as_record, resolve_args
+from titanlite.models.args import as_record
 from titanlite.models.recorded_args import from_record
 from titanlite.models.rope import Rope
 from titanlite.models.rope_scaling import Scaling
-from titanlite.models.spec import ShapeError
 
 #: The original length of all scalings here.
 ORIGINAL = 64
@@ -110,38 +108,3 @@ def test_a_scaling_of_llama_3_is_recorded_as_before():
 
 
 # Configs
-
-
-@pytest.mark.parametrize(
-    ("table", "field", "words"),
-    [
-        ({"rope_type": "yarnn", "factor": 4.0}, "rope_scaling.rope_type", "nearest: yarn"),
-        ({"rope_type": "yarn", "factor": 4.0}, "rope_scaling", '"original_max_position_embeddings'),
-        ({"factor": 8, "low_freq_factor": 5}, "rope_scaling", "low_freq_factor <= high_freq_f"),
-        ({**YARN, "factor": 0.5}, "rope_scaling", "factor must be at least 1, got 0.5"),
-        ({**YARN, "beta_slow": 40.0}, "rope_scaling.beta_slow", "more than beta_fast = 32.0"),
-        ({**YARN, "attention_factor": 0.0}, "rope_scaling.attention_factor", "must be positive"),
-        (
-            {**TABLES["llama3"], "original_context": 64},
-            "rope_scaling.original_max_position_embeddings",
-            "is a second name of original_context",
-        ),
-    ],
-)
-def test_wrong_tables_are_refused_by_key(table, field, words):
-    with pytest.raises(ShapeError) as error:
-        resolve_args("llama3", "debugmodel", {"rope_scaling": table}, tokenizer_size=512)
-    (problem,) = error.value.problems
-    assert problem.key == field
-    assert words in str(error.value)
-
-
-def _flags(table: str, *more: str) -> list[str]:
-    return ["--job.config_file=debug_model.toml", f"--model.rope_scaling={table}", *more]
-
-
-def test_a_config_that_cannot_be_exact_is_refused_before_any_work():
-    yarn = '{rope_type = "yarn", factor = 4, original_max_position_embeddings = 64}'
-    found = refusal(_flags(yarn, "--training.seq_len=512"))
-    assert found.key == "model.rope_scaling.factor"
-    assert "serves 256 tokens" in found.message and "sequences have 512" in found.message

@@ -49,10 +49,6 @@ def resolved(path: Path, ranks: int) -> RunConfig:
     return run
 
 
-def test_there_is_one_file_for_each_size_and_the_debug_model():
-    assert set(SIZES) | {"debug_model"} <= {path.stem for path in FOLDER.glob("*.toml")}
-
-
 def described(name: str) -> tuple[RunConfig, LlamaArgs, str]:
     """A file's run on the hardware it names, its model, and its comments as one line."""
     path = FOLDER / f"{name}.toml"

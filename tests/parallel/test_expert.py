@@ -37,7 +37,6 @@ from tests.support.harness import Run, build_tiny, train, train_afresh
 from tests.support.pool import Pools
 from tests.support.reference import Curve
 from tests.support.watch import Operations, Operators
-from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
 from titanlite.dist import ParallelismError
 from titanlite.dist.dist_env import DistEnv
@@ -266,62 +265,6 @@ def test_resumes_exactly_and_passes_through_other_ranks_bit_for_bit(pool, tmp_pa
 
 
 # Configs
-
-SHARDS = "data_parallel_shard = "
-
-
-@pytest.mark.parametrize(
-    ("ranks", "flags", "key", "message", "hint"),
-    [
-        (2, {EP: 4}, EP, f"{SHARDS}2", "1, 2"),
-        (
-            3,
-            {EP: 3, "training.global_batch_size": 6},
-            EP,
-            f"both {SHARDS}3 and the 4 experts",
-            "these work: 1",
-        ),
-        (
-            4,
-            {EP: 4, TP: 2, REPLICAS: 2, FSDP: 1},
-            EP,
-            f"{SHARDS[:-3]} * tensor_parallel = 2",
-            "1, 2",
-        ),
-        # Experts stay over all ranks that cut them.
-        (4, {EP: 2, RESHARD: 4}, RESHARD, "stay over all their", '"never", or 2'),
-        # Four ranks cut an expert, and two the other weights.
-        (
-            8,
-            {EP: 2, TP: 4, "model.overrides.n_kv_heads": 4, RESHARD: 2},
-            RESHARD,
-            "4 ranks",
-            '"never"',
-        ),
-    ],
-)
-def test_a_degree_that_does_not_fit_is_refused(ranks, flags, key, message, hint):
-    with pytest.raises(ConfigError) as caught:
-        config_of(ranks, **flags)
-    (problem,) = caught.value.problems
-    assert problem.key == key
-    assert message in problem.message
-    assert problem.remedy.endswith(hint) if key == RESHARD else hint in problem.remedy
-
-
-def test_a_dense_model_is_refused():
-    with pytest.raises(ConfigError) as caught:
-        load_config("debug_model.toml", 2, [f"--{EP}=2"])
-    assert [(p.key, p.remedy) for p in caught.value.problems] == [
-        (EP, "leave the key out, or add it to the model")
-    ]
-
-
-def test_a_budget_covers_no_experts_of_other_ranks():
-    budget = {MODE: "budget", COMPILE: "true"}
-    assert config_of(2, **budget).activation_checkpoint.mode == "budget"
-    with pytest.raises(ConfigError, match="are not compiled"):
-        config_of(2, **{EP: 2, **budget})
 
 
 def _parts(world: DistEnv) -> tuple[list[bool], list[str]]:

@@ -137,34 +137,6 @@ def test_a_plan_that_leaves_such_a_weight_whole_is_refused():
         model["w"].tensor_style("sequence", None, None)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            ["--float8.enable_fsdp_float8_all_gather"],
-            "excludes float8.enable_fsdp_float8_all_gather = true[^$]*FSDP gathers MX weights in",
-        ),
-        (
-            ["--float8.precompute_float8_dynamic_scale_for_fsdp"],
-            "excludes float8.precompute_float8[^$]*each block of 32 numbers gets its scale",
-        ),
-        (["--float8.filter_fqns=auto_filter_small_kn"], "torchao has no sizes"),
-        (["--training.seq_len=24", "--training.batch_size=1"], "needs a multiple of 32 tokens"),
-        (["--float8.filter_fqns=attention,feed_forward"], "leaves no product in mxfp8: "),
-    ],
-)
-def test_keys_that_make_no_sense_with_it_are_refused(flags, message):
-    with pytest.raises(ConfigError, match=message):
-        run(*MX, "--float8.emulate", *flags, ranks=2)
-
-
-def test_products_of_a_gpu_are_bfloat16():
-    dtype = "--training.mixed_precision_param=float32"
-    with pytest.raises(ConfigError, match='excludes training.mixed_precision_param = "float32"'):
-        run(*MX, dtype)
-    assert run(*MX).float8.is_mx and run(*MX, "--float8.emulate", dtype).float8.emulate
-
-
 def test_an_older_torchao_is_refused_also_where_it_is_emulated(monkeypatch):
     emulated = run(*MX, "--float8.emulate")
     other = run("--float8.enable_float8_linear", "--float8.emulate")

@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.plan.measured import CASES, allocated, measure, measure_step, planned, second_step
 from tests.support.block_trace import trace_block
@@ -16,7 +13,6 @@ from tests.support.hf import TOML
 from tests.support.hf_compare import flags_of
 from tests.support.tiny import KEPT_TOKENS
 from titanlite.cli.plan.memory_trace import trace
-from titanlite.cli.plan.memory_tracker import MemoryMeter
 from titanlite.config.errors import ConfigError
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models.layers import FeedForward
@@ -243,15 +239,6 @@ def test_a_run_that_offloads_is_planned_by_formula(key):
     assert estimate(run).host
 
 
-def test_a_run_in_progress_is_not_disturbed():
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        with pytest.raises(RuntimeError, match="another process"):
-            trace(config(8))
-    finally:
-        dist.destroy_process_group()
-
-
 def test_a_model_that_needs_its_data_is_refused(monkeypatch):
     monkeypatch.setattr(FeedForward, "forward", lambda _, x: x[x.nonzero(as_tuple=True)])
     with pytest.raises(ConfigError, match="--exact: torch cannot run this model without data: "):
@@ -391,56 +378,3 @@ def test_the_plan_counts_what_a_trace_counts(model, mode):
         assert kept == traced.total_bytes
         assert plain == traced.blocks * traced.plain_bytes
     assert sum(mode != "none" for mode in modes.values()) == traced.recomputing
-
-
-KB = 1024
-
-
-class Net(nn.Module):
-    """A block that keeps 4 KiB for its backward and needs 8 KiB in between, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict({"0": nn.Linear(16, 16, bias=False)})
-        self.head = nn.Linear(16, 64, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layers["0"](x).relu())
-
-
-def metered() -> dict[str, dict[str, int]]:
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
-    x = torch.ones(64, 16)
-    model(x).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    meter = MemoryMeter(model, optimizer, ["layers.0"], "head")
-    meter.track(x)
-    meter.restart()
-    with meter:
-        meter.phase("forward")
-        loss = model(x).sum()
-        meter.phase("backward")
-        loss.backward()
-        meter.phase("optimizer")
-        optimizer.step()
-        optimizer.zero_grad()
-    return {moment.place: dict(moment.parts) for moment in meter.moments()}
-
-
-def test_each_module_has_a_moment_in_each_direction_and_bytes_by_part_are_exact():
-    found = metered()
-    forward = ["forward", "forward of layers.0", "forward of head"]
-    assert list(found) == [*forward, "backward of head", "backward of layers.0", "optimizer"]
-    weights = (16 * 16 + 64 * 16) * 4
-    assert all(parts["parameters"] == weights for parts in found.values())
-    assert all(2 * weights <= parts["optimizer"] <= 2 * weights + 16 for parts in found.values())
-    # x, the block's output, which nothing keeps, and that of relu; then logits and their sum.
-    assert found["forward of layers.0"]["activations"] == 8 * KB
-    assert found["forward of layers.0"]["working memory"] == 4 * KB
-    assert found["forward of head"]["activations"] == 8 * KB
-    assert found["forward of head"]["logits and loss"] == 16 * KB + 4
-    assert found["optimizer"]["gradients"] == weights
-    # AdamW with foreach holds the denominators of all weights at a time.
-    assert weights <= found["optimizer"]["working memory"] < 1.5 * weights

@@ -12,7 +12,6 @@ import torch
 
 from titanlite.cli import main as cli
 from titanlite.config.errors import ConfigError
-from titanlite.config.load import load_file
 from titanlite.config.model_sections import Optimizer
 from titanlite.plan.hardware import cluster_of
 from titanlite.plan.memory import estimate, with_vocabulary
@@ -20,7 +19,7 @@ from titanlite.plan.optimizer import update_bytes
 from titanlite.plan.parts import GIB
 from titanlite.plan.plan import checkpoint_bytes, make_plan
 from titanlite.plan.text import plan_text, verdict
-from titanlite.resolve.load import check_config, resolve
+from titanlite.resolve.load import check_config
 from titanlite.run.config import RunConfig
 from titanlite.runs.text_tables import Style
 
@@ -194,20 +193,6 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Any:
     return run
 
 
-def alone(plan: Any, batch: int, steps: int) -> dict[str, Any]:
-    """Return the plan of a run of one size."""
-    flags = [f"--training.global_batch_size={batch}", f"--training.steps={steps}", "--json"]
-    found: dict[str, Any] = json.loads(plan(*flags)[1])
-    return found
-
-
-def test_each_phase_has_the_time_and_memory_of_a_run_of_its_size(plan):
-    whole = json.loads(plan(RAMP, STEPS, "--json")[1])
-    parts = [alone(plan, batch, steps) for batch, steps in ((8, 100), (16, 300), (64, 600))]
-    assert whole["hours"] == pytest.approx(sum(part["hours"] for part in parts), rel=1e-9)
-    assert whole["needed_gib"] == max(part["needed_gib"] for part in parts)
-
-
 def test_the_memory_of_a_run_is_that_of_its_largest_phase():
     """As the start report and the report of a lack of memory have it."""
     sizes = (SMALL[1],), ("--training.global_batch_size=64",), (SMALL[1], RAMP, STEPS)
@@ -216,26 +201,6 @@ def test_the_memory_of_a_run_is_that_of_its_largest_phase():
         estimate(planned("llama3_8b.toml", 8, *base, *flags)).peak.total for flags in sizes
     )
     assert first < last == ramp
-
-
-def test_the_report_has_a_row_for_each_phase(plan):
-    _, out = plan(RAMP, STEPS)
-    assert "step 101     16 sequences of 8,192 tokens: " in out
-    assert "for 300 steps; " in out
-    tokens = (100 * 8 + 300 * 16 + 600 * 64) * 8192
-    assert f"1,000 steps, {tokens / 1e6:.1f}M tokens in " in out
-
-
-def test_a_run_needs_the_memory_of_its_largest_phase():
-    tokenizer = "--model.tokenizer_path=./assets/tokenizer.model"
-    base = ["--training.batch_size=1", tokenizer]
-    peaks = []
-    for batch in (8, 64):
-        config = load_file("llama3_8b.toml", [*base, f"--training.global_batch_size={batch}"])
-        peaks.append(estimate(resolve(config, 8)[1]).peak.total)
-    assert peaks[0] < peaks[1], "a step of several micro-batches keeps gradients between them"
-    config = load_file("llama3_8b.toml", [*base, SMALL[1], RAMP, STEPS])
-    assert estimate(resolve(config, 8)[1]).peak.total == peaks[1]
 
 
 def test_a_phase_of_longer_sequences_is_planned_as_a_run_of_that_length(plan):

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import plan_tables
 from tests.support.processes import ROOT
 from titanlite import exit_codes
 from titanlite.cli.main import main
@@ -159,10 +158,3 @@ def test_the_command_prints_the_best_settings(base, capsys, result):
     assert main(argv) == exit_codes.DONE
     assert capsys.readouterr().out == search_text(result, Style(False)) + "\n"
     assert main([*argv, "--json"]) == exit_codes.CONFIG
-
-
-def test_sharding_recomputation_and_offload_make_room_for_larger_models():
-    sizes = [plan_tables.width(flags, 2048) ** 3 for flags in plan_tables.RUNGS.values()]
-    assert sizes == sorted(sizes)
-    assert sizes[1] >= 4 * sizes[0]
-    assert sizes[-1] >= 20 * sizes[0]

@@ -12,12 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from tests.support.compare import LABELS, TOKENS, relative
 from tests.support.harness import TINY, Run, full_precision, train, train_afresh
-from tests.support.watch import Watch
 from titanlite.config.sections import Compile
 from titanlite.features.loss_chunks.head import ChunkedHead, chunk_head
 from titanlite.loss import batch_loss, cross_entropy_sum
@@ -85,46 +82,6 @@ def test_without_gradients_it_is_the_loss_alone_and_without_labels_the_logits():
     assert not loss.requires_grad
     torch.testing.assert_close(logits, whole(tokens))
     torch.testing.assert_close(loss, cross_entropy_sum(logits, labels))
-
-
-class _Memory(Watch):
-    """Bytes of the largest tensor that an operator makes, and of all that live at once."""
-
-    def __init__(self) -> None:
-        super().__init__(self._look)
-        self.largest = self.peak = 0
-        self._made: dict[StorageWeakRef, int] = {}
-
-    def _look(self, func: Any, args: Any, out: Any) -> None:
-        for storage in (
-            leaf.untyped_storage() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)
-        ):
-            self._made.setdefault(StorageWeakRef(storage), storage.nbytes())
-            self.largest = max(self.largest, storage.nbytes())
-        self._made = {ref: size for ref, size in self._made.items() if not ref.expired()}
-        self.peak = max(self.peak, sum(self._made.values()))
-
-
-def test_only_the_logits_of_one_chunk_exist_at_a_time():
-    """Forward and backward of a head with 48 KiB of hidden states and 512 KiB of weights."""
-    vocab = 2048
-    rows = 48
-    chunks = 8
-    batch = _batch(rows, vocab)
-    sizes = {"vocab_size": vocab}
-    seen = {}
-    for count in (1, chunks):
-        model = _model(**sizes) if count == 1 else _chunked(_model(**sizes), count)
-        with _Memory() as memory:
-            _gradients(model, batch)
-        seen[count] = memory
-    logits = 4 * rows * SEQ * vocab
-    assert seen[1].largest == logits
-    assert seen[chunks].largest == logits // chunks
-    # Logits, what the loss saves, and their gradients in the loss's backward: three times as many
-    # bytes.
-    saved = seen[1].peak - seen[chunks].peak
-    assert saved > 2 * logits * (chunks - 1) / chunks, (saved / logits, seen[1].peak / logits)
 
 
 def test_a_head_that_cannot_do_it_is_refused():

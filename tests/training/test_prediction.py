@@ -17,7 +17,6 @@ from titanlite.callbacks import Callback
 from titanlite.cli.main import main
 from titanlite.metrics import throughput
 from titanlite.resolve.load import check_config
-from titanlite.runs.attempts import read_attempts
 from titanlite.runs.prediction import compare, keep, read
 from titanlite.runs.record import AttemptRecord
 from titanlite.trainer import Trainer
@@ -98,16 +97,6 @@ def test_a_run_that_leaves_its_prediction_tells_it_once_after_exactly_fifty_step
     measured, predicted = RATE / ranks / 2, RATE / ranks
     line = f"{measured:,.0f} tokens/s per device, predicted {predicted:,.0f} ("
     assert line in capsys.readouterr().out
-
-
-def test_a_run_as_predicted_raises_no_alarm(pool, tmp_path, capsys):
-    kept(capsys, tmp_path, 1, 300)
-    curve = [{"step": step, "loss": 5.0, "low": 0.0, "high": 20.0} for step in (1, 300)]
-    keep(tmp_path, loss={"steps": 300, "curve": curve})
-    (found,) = pool(1).run(_timed, str(tmp_path), 300, 301)
-    assert found["events"] == [] and found["step"] == 300
-    (attempt,) = read_attempts(tmp_path)
-    assert attempt["predicted"].keys() == {"plan", "loss"} and attempt["state"] == "done"
 
 
 def _plan():

@@ -19,11 +19,9 @@ from tests.support.ranks import Ranks
 from tests.support.train_runs import flags, rows, train
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import PIN
-from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Checkpoint
 from titanlite.contrib.hub import callback
 from titanlite.contrib.hub.callback import HubUploads
-from titanlite.resolve.load import check_config
 
 INTERVAL = "--checkpoint.interval=4"
 HUB = "--checkpoint.hub=ada/tiny"
@@ -123,17 +121,6 @@ def test_what_cannot_be_uploaded_is_refused_before_the_first_step(hub, tmp_path,
     said = _refused(tmp_path, HUB)
     assert "checkpoint.hub: ada/tiny takes no upload of the owner of this token" in said
     assert "planted" not in said
-
-
-def _problems(*words: str) -> str:
-    with pytest.raises(ConfigError) as refused:
-        check_config(["--job.config_file=debug_model.toml", *words])
-    return str(refused.value)
-
-
-def test_wrong_names_and_keys_that_are_gone_are_refused():
-    assert 'OWNER/NAME, as "ada/tiny-llama"' in _problems("--checkpoint.hub=tiny")
-    assert "`titanlite push RUN OWNER/NAME --ema`" in _problems("--checkpoint.hub_ema")
 
 
 def _saved(hub: HubUploads, steps: int, *saved: int) -> list[list[str]]:

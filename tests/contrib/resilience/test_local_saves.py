@@ -19,7 +19,6 @@ from tests.support.pool import Pools
 from tests.support.words import listening
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError
-from titanlite.config.errors import ConfigError
 from titanlite.contrib.resilience.copies import Copies, keepers_of
 from titanlite.contrib.resilience.manager import TieredCheckpointer
 from titanlite.dist.dist_env import DistEnv
@@ -371,29 +370,6 @@ FOLDER = "--checkpoint.local_folder=/local/saves"
 def _read(*flags: str) -> RunConfig:
     words = ["--job.config_file=debug_model.toml", "--checkpoint.enable_checkpoint", *flags]
     return check_config(words, 2, training=False)[1]
-
-
-@pytest.mark.parametrize(
-    ("flags", "shown"),
-    [
-        (["--checkpoint.local_folder=s3://bucket/saves"], "is a store, which all nodes share"),
-        (["--checkpoint.local_folder=saves"], "does not begin with /"),
-        (["--checkpoint.local_folder=/local/{rank}"], "has another field than {local_rank}"),
-        ([FOLDER, "--checkpoint.interval=50"], "saves as often"),
-    ],
-)
-def test_what_cannot_work_is_refused(flags, shown):
-    with pytest.raises(ConfigError, match="problem") as refused:
-        _read(*flags)
-    assert shown in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "folder", ["/local/saves", "/disk{local_rank}/saves", "/dev/shm/saves", "~/saves"]
-)
-def test_folders_of_a_node(folder):
-    run = _read(f"--checkpoint.local_folder={folder}")
-    assert run.features.local_saves is not None
 
 
 def test_an_interval_in_seconds_is_longer_than_any_number_of_steps():
