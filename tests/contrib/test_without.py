@@ -29,11 +29,6 @@ TINY = (
     "--validation.enable=false",
     "--metrics.enable_tensorboard=false",
 )
-#: Tests of the core that run without any of them.
-CORE = (
-    "tests/config/test_layers.py",
-    "tests/checkpoint/test_retention.py",
-)
 
 
 def copy_without(folder: Path, *names: str) -> Path:
@@ -100,12 +95,9 @@ def test_all_else_works_without_a_folder_and_its_commands_and_keys_are_refused_b
 
 
 @pytest.mark.slow
-def test_a_run_trains_and_tests_of_the_core_pass_without_contrib(tmp_path):
+def test_a_run_trains_without_contrib(tmp_path):
     copy = copy_without(tmp_path / "copy", *FOLDERS)
     assert losses(copy, tmp_path / "run") == losses(ROOT, tmp_path / "plain")
-    words = ["-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *CORE]
-    done = python(*words, cwd=copy, env={"PYTHONPATH": str(copy)})
-    assert done.returncode == 0, done.stdout
 
 
 def losses(root: Path, dump: Path) -> list[float]:

@@ -14,7 +14,6 @@ import pytest
 
 from tests.support.faults import Fault
 from tests.support.hub_server import HubServer
-from tests.support.pool import free_port
 from tests.support.train_runs import STEPS, flags, global_batches, rows, saved, train, unequal
 from titanlite import exit_codes
 from titanlite.data.text_files import BUNDLED
@@ -106,16 +105,3 @@ def test_a_source_that_is_lost_ends_the_run_with_a_checkpoint_and_its_name(hub, 
         0 < step < 2000
         and f"stopped after step {step} by {hub.url}/datasets/me/small/train-" in console
     ), console
-
-
-@pytest.mark.slow
-def test_a_hub_that_is_not_there_ends_all_ranks_with_the_way_out(tmp_path, monkeypatch):
-    address = f"http://127.0.0.1:{free_port()}"
-    monkeypatch.setenv("HF_ENDPOINT", address)
-    words = flags(tmp_path, *STREAM, "--training.dataset=me/small")
-    codes, console = train(words, 2, tmp_path / "console")
-    # Rank 0 lists the files; the other one is told.
-    assert codes == [exit_codes.CONFIG, exit_codes.LOST_PEER], console
-    assert f"me/small cannot be listed: {address} cannot be reached: ConnectionRefused" in console
-    assert "on a machine with a network copy the files" in console
-    assert "Retrying" not in console

@@ -26,7 +26,6 @@ from titanlite.models import SPECS
 from titanlite.optim.groups import Scale
 from titanlite.optim.optimizer import build_optimizer, set_rates
 from titanlite.parallel.init import init_weights
-from titanlite.resolve.load import check_config
 
 FAMILIES = [name for name in SPECS if name != "hf"]
 
@@ -350,13 +349,6 @@ def test_ranks_that_share_the_work_lose_what_one_rank_loses(pool, tmp_path):
 
 
 # What is refused and told
-
-DEBUG = "--job.config_file=train_configs/debug_model.toml"
-
-
-def test_keys_of_the_base_model_alone_are_told():
-    run = check_config([DEBUG, "--mup.base.n_heads=4"])[1]
-    assert any("mup.base" in note.text for note in run.notes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -31,8 +31,6 @@ from titanlite import exit_codes
 from titanlite.cli.main import main
 from titanlite.cli.runs import _as_json
 from titanlite.config.errors import ConfigError
-from titanlite.config.idle_keys import idle_keys
-from titanlite.config.load import load
 from titanlite.config.trust_claims import config_claims
 from titanlite.dist.dist_env import DistEnv
 from titanlite.runs.read import read_run
@@ -284,8 +282,3 @@ def test_what_cannot_be_run_is_refused_at_the_start(pool, tmp_path, tasks):
 def test_a_folder_of_task_files_that_a_kept_config_names_is_code():
     (claim,) = config_claims("a.toml:3", "eval.include_path", "tasks", "tasks")
     assert claim.effect.startswith("runs functions that task files below /")
-
-
-def test_keys_without_tasks_are_told():
-    notes = idle_keys(load(["--job.config_file=debug_model.toml", "--eval.freq=3"]))
-    assert any("eval.freq" in note.text for note in notes)

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.gpu.conftest import without_waits
-from tests.support.compare import DOCUMENTS, LABELS, TOKENS, WARM, relative
+from tests.support.compare import DOCUMENTS, LABELS, TOKENS, WARM
 from tests.support.harness import Run, alone, train, train_afresh
+from tests.support.llamas import relative
 from titanlite.config.sections import ActivationCheckpoint, Compile, Training
 from titanlite.features.context.balanced_chunks import CPRank
 from titanlite.features.context.gathered_attention import ContextAttention

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.gpu.conftest import without_waits
 from tests.support.checkpoints import RUN as SAVED
 from tests.support.checkpoints import train as train_and_save
-from tests.support.compare import LABELS, TOKENS, WARM, relative
+from tests.support.compare import LABELS, TOKENS, WARM
 from tests.support.float8_runs import distance, spread
 from tests.support.harness import (
     Run,
@@ -29,6 +29,7 @@ from tests.support.harness import (
     stepper,
     train,
 )
+from tests.support.llamas import relative
 from tests.support.reference import model_of, train_reference
 from tests.support.steps import train_step
 from titanlite.cli.hub.compare_checkpoints import Contents, compare

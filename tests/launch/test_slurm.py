@@ -172,11 +172,6 @@ GROUPS = '[[optimizer.groups]]\nparameters = "nothing"\nlr = 1.0\n'
         (["--training.fsdp_units=Nope"], "training.fsdp_units: no FSDP group can be made of Nope"),
         (["groups.toml"], "optimizer.groups"),
         (["--training.tensor_parallel_degree=3"], "does not divide the world size 16"),
-        (["--launch.instance_type=p5.48xl"], "nearest: p5.48xlarge"),
-        (
-            ["--launch.instance_type=p3.16xlarge"],
-            "no instance type 'p3.16xlarge' with bfloat16 is known",
-        ),
     ],
 )
 def test_a_check_refuses_what_the_launch_does(flags, said, tmp_path, monkeypatch, capsys):
@@ -212,8 +207,6 @@ def test_a_folder_with_the_job_of_another_model_is_refused_and_kept(tmp_path, mo
     assert cli.main(words) == exit_codes.DONE
     warning = 'One.toml:6: training.dataset_path: no file or folder "missing.txt"'
     assert f"warning: not there: {warning}" in capsys.readouterr().err
-    assert cli.main([*words, "--training.dataset_path=${A}/x", "--dry-run"]) == exit_codes.DONE
-    assert "not there" not in capsys.readouterr().err
     script = Path("outputs/launch/job.sbatch")
     assert "\n#SBATCH --job-name=one\n" in script.read_text()
     first = script.read_bytes()
@@ -261,14 +254,8 @@ def test_a_dry_run_prints_the_job_and_writes_nothing(tmp_path, capsys):
         "--model.tokenizer_path=bundled",
     ]
     assert cli.main(["launch", "slurm", *flags, "--dry-run"]) == exit_codes.DONE
-    said = capsys.readouterr()
-    assert "#SBATCH --nodes=2\n" in said.out
+    assert "#SBATCH --nodes=2\n" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
-    log = f"tail -F {tmp_path}/run/launch/slurm-JOB.log"
-    assert [line.partition(": ")[2] for line in said.err.splitlines()] == [
-        log,
-        "scontrol update JobId=JOB Requeue=0; scancel --batch --signal=USR1 JOB",
-    ]
     assert cli.main(["launch", "slurm", *flags, "--no-checkpoint.enable_checkpoint"]) == 0
     assert "begins at step 0" in capsys.readouterr().err
 

@@ -21,7 +21,7 @@ from titanlite.assembly.preflight import mask_problems
 from titanlite.config.data_sections import Data
 from titanlite.models import get_spec
 from titanlite.models.layers import SdpaAttention
-from titanlite.models.sinks import SinkAttention, attend_in_window, attend_masked
+from titanlite.models.sinks import SinkAttention
 from titanlite.parallel.compile import apply_compile
 
 LENGTHS = [[20, 1, 27], [48], [5, 38, 5]]
@@ -73,11 +73,11 @@ def test_nothing_of_the_sequence_squared_is_made(kind):
     assert max(sizes) == 4 * 1024 * 8
 
 
-def seen_by(queries: int, keys: int, window: int | None, doc_ids: Tensor | None) -> Tensor:
-    """Which keys each query sees, from the places of both."""
-    place = torch.arange(keys - queries, keys).unsqueeze(1)
-    back = place - torch.arange(keys)
-    seen = (back >= 0) & (back < (window or keys))
+def seen_by(length: int, window: int | None, doc_ids: Tensor | None) -> Tensor:
+    """Which tokens each one sees, from the places of both."""
+    place = torch.arange(length)
+    back = place.unsqueeze(1) - place
+    seen = (back >= 0) & (back < (window or length))
     if doc_ids is None:
         return seen
     return (seen & (doc_ids[:, :, None] == doc_ids[:, None, :])).unsqueeze(1)
@@ -104,10 +104,10 @@ def copies(tensors: list[Tensor], dtype: torch.dtype = torch.float32) -> list[Te
     return [t.detach().to(dtype).requires_grad_() for t in tensors]
 
 
-def inputs(kv_heads: int, sinks: bool, queries: int = 48) -> tuple[list[Tensor], Tensor]:
+def inputs(kv_heads: int, sinks: bool) -> tuple[list[Tensor], Tensor]:
     """Return q, k, v, perhaps sinks that matter, and a gradient of the result."""
     torch.manual_seed(0)
-    shapes = [(3, 4, queries, 16), *[(3, kv_heads, 48, 16)] * 2, (3, 4, queries, 16)]
+    shapes = [(3, 4, 48, 16), *[(3, kv_heads, 48, 16)] * 2, (3, 4, 48, 16)]
     *given, upstream = (torch.randn(shape) for shape in shapes)
     return [*given, *[torch.tensor([-2.0, 0.0, 1.0, 5.0])] * sinks], upstream
 
@@ -125,27 +125,13 @@ def test_windows_and_documents_equal_the_formula(kind, kv_heads, dtype, within):
             ours, exact = copies(given, dtype), copies(given)
             y = apply(attention, ours, attention.prepare(doc_ids))
             q, k, v, *sinks = exact
-            expected = formula(q, k, v, seen_by(48, 48, window, doc_ids), *sinks)
+            expected = formula(q, k, v, seen_by(48, window, doc_ids), *sinks)
             found = results(y, ours, upstream)
             wanted = results(expected, exact, upstream.float())
             for name, one, other in zip("yqkvs", found, wanted, strict=False):
                 # A token that sees only itself sends nothing to q and k.
                 if other.norm() > 1e-4:
                     assert relative(one.float(), other) < within, (name, window, doc_ids)
-
-
-@pytest.mark.parametrize("queries", [2, 47])
-def test_fewer_queries_than_keys_of_attention_with_sinks(queries):
-    """As ranks that share a sequence have them: their queries are the last ones."""
-    given, upstream = inputs(2, True, queries)
-    seen = seen_by(queries, 48, 24, None)
-    exact = copies(given, torch.float64)
-    q, k, v, sinks = exact
-    wanted = results(formula(q, k, v, seen, sinks), exact, upstream.double())
-    for attend, mask in ((attend_in_window, 24), (attend_masked, seen)):
-        ours = copies(given)
-        found = results(attend(*ours, mask), ours, upstream)
-        assert all(relative(a, b) < 2e-6 for a, b in zip(found, wanted, strict=True)), attend
 
 
 def test_a_model_without_documents_is_refused():

@@ -218,17 +218,6 @@ def test_another_model_is_named_by_our_keys_before_anything_is_read(tmp_path):
     check_config([*given, "--checkpoint.allow_changes=model"], 1)
 
 
-def test_another_model_is_told_with_its_remedy_and_another_family_by_its_name(tmp_path):
-    config = SPECS["llama3"].hf_config(SPECS["llama3"].flavors["3.2-1B"])
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    start = ["--checkpoint.enable_checkpoint", f"--checkpoint.initial_load_path={tmp_path}"]
-    found = refusal(start)
-    assert 'model.flavor = "from_folder" takes the shape from there' in found.remedy
-    found = refusal([*start, "--model.name=qwen3"])
-    assert 'model.name is "qwen3" here, "llama3" there' in found.message
-    check_config([*start, "--model.flavor=3.2-1B", "--model.tokenizer_path=bundled"], 1)
-
-
 def test_a_vocabulary_of_the_tokenizers_is_compared_before_any_text(tmp_path, monkeypatch):
     shape = replace(SPECS["llama3"].flavors["debugmodel"], vocab_size=4096)
     (tmp_path / "config.json").write_text(json.dumps(SPECS["llama3"].hf_config(shape)))

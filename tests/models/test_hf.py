@@ -84,20 +84,6 @@ def test_a_llama_is_the_same_model_by_both_names():
     assert sorted(SPEC.hf_names(theirs)) == sorted(llama.hf_names(args).values())
 
 
-def test_the_files_of_save_pretrained_have_its_names_and_its_config(tmp_path):
-    from safetensors import safe_open
-
-    args = args_from_hf(content("gpt2"))
-    SPEC.build(args).save_pretrained(tmp_path)  # type: ignore[operator]
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert set(file.keys()) == set(SPEC.hf_names(args))
-    again = args_from_hf(json.loads((tmp_path / "config.json").read_text()))
-    assert SPEC.hf_config(again)["architectures"] == ["GPT2LMHeadModel"]
-    assert again.vocab_size == 2304
-    for one in (again, args_from_hf(json.loads(json.dumps(SPEC.hf_config(args))))):
-        assert one.skeleton.rules == args.skeleton.rules
-
-
 def test_rules_are_those_of_the_model_itself():
     rule = SPEC.init_rule
     gpt2 = args_from_hf(content("gpt2"))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.models.test_from_folder import FLAGS
-from tests.support.hf_compare import whole
+from tests.support.harness import full
 from tests.support.reference import in_our_names
 from titanlite import build
 from titanlite.checkpoint.errors import CheckpointError
@@ -143,7 +143,7 @@ def _loaded(world: DistEnv, *flags: str) -> dict[str, Tensor]:
     tokens = (torch.arange(32) * 37 % 2304).unsqueeze(0)
     with torch.no_grad():
         logits = parts.model(tokens)
-    state = {name: whole(parameter) for name, parameter in parts.model.named_parameters()}
+    state = {name: full(parameter) for name, parameter in parts.model.named_parameters()}
     parts.close()
     return {"logits": logits, **state}
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.compare import relative
 from tests.support.harness import TINY
+from tests.support.llamas import relative
 from tests.support.watch import Watch
 from titanlite.data.loader import Batch
 from titanlite.dist import ParallelismError

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -29,7 +28,6 @@ from titanlite.dist.flight_recorder import recording
 from titanlite.dist.launch_env import LaunchEnv, read_launch_env
 from titanlite.dist.process_settings import TUNABLES, kernel_order
 from titanlite.metrics.timeouts import patience, set_timeouts
-from titanlite.trainer import Trainer
 
 
 def _timeouts(world: DistEnv) -> dict[str, timedelta]:
@@ -67,9 +65,7 @@ def _timeouts(world: DistEnv) -> dict[str, timedelta]:
     ("capability", "chosen", "expected"),
     [
         ((8, 0), "auto", ["FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]),
-        ((8, 9), "auto", ["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]),
         ((9, 0), "auto", ["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]),
-        ((10, 0), "auto", ["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]),
         ((12, 0), "auto", ["FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]),
         ((9, 0), "math", ["MATH", "FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"]),
     ],
@@ -88,23 +84,6 @@ def test_a_gpu_tries_its_fastest_kernel_of_attention_first_unless_one_is_chosen(
     with kernel_order("cuda"), kernel_order("cuda", chosen):
         assert order()[:4] == expected
     assert order() == before
-
-
-def test_a_trainer_takes_the_kernel_that_its_config_chooses(monkeypatch):
-    """Also in a program of the user's own, whose `DistEnv` knows no config."""
-
-    class Asked(Exception): ...
-
-    def order(*words):
-        raise Asked(*words)
-
-    monkeypatch.setattr("titanlite.trainer.kernel_order", order)
-    parts = MagicMock()
-    parts.world.device.type = "cuda"
-    parts.run.training.attention_kernel = "math"
-    with pytest.raises(Asked) as asked:
-        Trainer(parts).train()
-    assert asked.value.args == ("cuda", "math")
 
 
 def test_timeouts_are_lowered_for_every_group(pool):

@@ -24,10 +24,8 @@ from tests.support.compare import LABELS, TOKENS
 from tests.support.grid import (
     BY_OPERATION,
     CP,
-    FSDP,
     MODE,
     PP,
-    REPLICAS,
     RESHARD,
     SCHEDULE,
     TP,
@@ -101,13 +99,7 @@ CASES = {
 }
 MORE = {
     "ep 2 over a half of tp 4": (4, {EP: 2, TP: 4, "model.overrides.n_kv_heads": 4}),
-    "ep 2 over tp 2, replicas 2, recomputed": (
-        4,
-        {EP: 2, TP: 2, REPLICAS: 2, FSDP: 1, MODE: "full"},
-    ),
-    "ep 4 over tp 2, cp 2, by operation": (4, {EP: 4, TP: 2, CP: 2, **BY_OPERATION}),
     "ep 2 over tp 2, compiled": (2, {EP: 2, TP: 2, COMPILE: "true"}),
-    "ep 2 over tp 2, pp 2": (4, {**PIPELINE, TP: 2}),
     "compiled, by operation": (2, {EP: 2, **BY_OPERATION, COMPILE: "true"}),
     "cp 2, fsdp 2, over 2": (4, {EP: 2, CP: 2, RESHARD: 2}),
     "pp 2, zero bubble": (4, {**PIPELINE, SCHEDULE: "ZBVZeroBubble", LAYERS: 4}),
@@ -311,7 +303,7 @@ def test_frozen_experts_stay_frozen_and_those_that_ranks_cannot_share_are_refuse
 
 @pytest.mark.parametrize(
     ("flags", "ranks"),
-    [([], 4), ([f"--{CP}=2"], 4), ([f"--{RESHARD}=2"], 8), ([f"--{TP}=2"], 4), ([f"--{TP}=8"], 8)],
+    [([], 4), ([f"--{RESHARD}=2"], 8), ([f"--{TP}=8"], 8)],
 )
 def test_the_fewest_ranks_hold_the_experts(flags, ranks):
     assert smallest_world(load_file("debug_model.toml", [f"--{EP}=4", *flags])) == ranks

@@ -329,28 +329,3 @@ def test_a_class_that_makes_no_group_is_refused_with_those_that_do(name):
         groups_by_class(get_spec("llama3").build_on_meta(TINY), ["Block", name])
     assert f"of {name};" in str(error.value)
     assert str(error.value).endswith(there)
-
-
-class Tied(nn.Module):
-    """Embedding and head share a weight; the middle layer runs twice; the first and last are in
-    different lists.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(16, 8)
-        self.early = nn.ModuleList([nn.Sequential(nn.Linear(8, 8)) for _ in range(2)])
-        self.late = nn.ModuleList([self.early[1], nn.Sequential(nn.Linear(8, 8))])
-        self.head = nn.Linear(8, 16, bias=False)
-        self.head.weight = self.embedding.weight
-
-
-def test_shared_parameters_stay_in_one_group():
-    model = Tied()
-    layers = [("early.0",), ("early.1",), ("late.1",)]
-    assert groups_by_class(model, ["Sequential"]) == layers, (
-        "a module that runs twice is one group; tied weights: the root"
-    )
-    assert groups_by_class(model, ["Sequential", "Embedding"]) == layers, (
-        "the embedding's weight is the head's too"
-    )

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tests.support.harness import full
+from tests.support.llamas import relative
 from titanlite.dist import ParallelismError
 from titanlite.dist.dist_env import DistEnv
 from titanlite.features.mx.convert import apply_mx
@@ -86,10 +87,6 @@ def wide(rows: int, columns: int, seed: int) -> Tensor:
     sizes = torch.randint(-10, 11, (rows // BLOCK, columns // BLOCK), generator=generator)
     sizes = sizes.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     return torch.randn(rows, columns, generator=generator) * 2.0**sizes
-
-
-def relative(found: Tensor, wanted: Tensor) -> float:
-    return ((found - wanted).norm() / wanted.norm()).item()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -21,7 +21,6 @@ from titanlite.dist.dist_env import DistEnv
 from titanlite.features.async_tp.memory import check_async
 from titanlite.loss import cross_entropy_sum
 from titanlite.models.norms import WholeNorm
-from titanlite.parallel import needs_torch
 from titanlite.parallel.tensor import tensor_loss
 from titanlite.step import PlainRunner, ReplicationFactors
 from titanlite.validation import validate
@@ -153,15 +152,6 @@ def test_overlap_needs_gpus_of_one_node_that_reach_each_other(monkeypatch):
     ]:
         with pytest.raises(ParallelismError, match=message):
             check_async(*arguments)
-
-
-def test_an_older_torch_is_refused(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0+cu130"))
-    needs_torch("2.11", "nothing")
-    with pytest.raises(ParallelismError) as caught:
-        needs_torch("2.12", "tensor parallelism")
-    expected = "tensor parallelism needs torch 2.12 or later; this is torch 2.11.0+cu130"
-    assert str(caught.value) == expected
 
 
 def divided(world: DistEnv, dtype: torch.dtype) -> dict[str, Any]:

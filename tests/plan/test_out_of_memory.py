@@ -10,7 +10,6 @@ from torch.distributed import HashStore
 
 from titanlite.assembly.error_exit import first_here
 from titanlite.callbacks import CallbackError
-from titanlite.config.keys import keys
 from titanlite.data import DataError
 from titanlite.exit_codes import CONFIG, LOST_PEER, OUT_OF_MEMORY, VARIABLE, code_of, report_code
 from titanlite.metrics.watchdog import PeerError
@@ -85,14 +84,9 @@ def test_one_worker_of_a_machine_is_the_first_with_its_code(tmp_path, monkeypatc
 
 def test_the_row_of_the_start_report_stops_nothing(monkeypatch):
     run = planned("llama3_1_8b.toml", 8)
-    ((name, text),) = start_rows(run, 128_256, int(79.1 * GIB))
-    peak = estimate(run).peak
     needed = needed_bytes(estimate(run))
-    both = f"{peak.total / GIB:.1f} GiB of tensors, {needed / GIB:.1f} with overhead"
-    assert (name, text) == (
-        "memory",
-        f"planned {both}, of 79.1 per GPU, in {peak.phase} of {peak.module}",
-    )
+    ((name, text),) = start_rows(run, 128_256, int(79.1 * GIB))
+    assert name == "memory" and f"{needed / GIB:.1f} with overhead, of 79.1 per GPU" in text
     assert [name for name, _ in start_rows(run, 128_256, needed - 1)] == ["memory", "warning"]
     compiled = planned("llama3_1_8b.toml", 8, "--training.compile")
     assert start_rows(compiled, 128_256, GIB)[0][1].startswith("planned at most ")
@@ -101,23 +95,6 @@ def test_the_row_of_the_start_report_stops_nothing(monkeypatch):
     assert start_rows(run, 128_256, GIB) == [
         ("note", "the memory of this run is not planned: KeyError: 'gone'")
     ]
-
-
-def test_the_report_has_the_plan_and_its_remedies():
-    run = planned("llama3_1_8b.toml", 8)
-    error = caused(CallbackError("callback a:B failed"), ON_GPU)
-    lines = memory_report(run, error, "log of step 3", 5, "cuda").splitlines()
-    assert lines[0] == "out of memory of the GPU, in log of step 3: callback a:B failed"
-    assert lines[1] == f"caused by OutOfMemoryError: {ON_GPU}"
-    peak = estimate(run, 5).peak
-    assert lines[2].startswith(f"planned for rank 5, {peak.phase} of {peak.module}")
-    table = "\n".join(lines[3:])
-    for part, size in peak.parts.items():
-        assert not size or re.search(rf"^{part} +[\d.]+ .?.?B$", table, re.M)
-    named = set(re.findall(r"\b[a-z_]+\.[a-z_]+(?= =| as it|,)", table))
-    assert len(named) >= 6
-    assert all(key in keys() for key in named), named
-    assert lines[-1].endswith("logs/rank_5.log")
 
 
 def test_the_report_needs_neither_a_gpu_nor_a_plan():

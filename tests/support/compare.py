@@ -17,6 +17,7 @@ from tests.support.harness import (
     train,
     train_afresh,
 )
+from tests.support.llamas import relative
 from tests.support.pool import Pools
 from tests.support.reference import Curve, in_memory, model_of, train_reference
 from titanlite.models import get_spec
@@ -129,8 +130,3 @@ class References:
         )
         for name, weight in expected.weights.items():
             assert relative(weights[name], weight) < weights_within, name
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Distance as a share of `b`, by Frobenius norms."""
-    return ((a - b).norm() / b.norm()).item()

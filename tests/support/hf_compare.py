@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
+from tests.support.harness import full
 from tests.support.hf import FAMILIES, TOML
 from titanlite import load_config
 from titanlite.assembly.loaders import data_parallel_rank
@@ -113,12 +113,6 @@ def batch_of(documents: bool) -> Batch:
     return Batch(tokens, labels, numbers)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor of a sharded one, as a copy."""
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-
-
 def larger(name: str, parameter: torch.Tensor) -> None:
     """Make initial weights large enough that each of them matters."""
     noise = torch.empty_like(parameter)
@@ -142,8 +136,8 @@ def on_ranks(world: DistEnv, flags: list[str], documents: bool) -> Result:
             larger(name, parameter)
         for name, buffer in saved_buffers(parts.model).items():
             larger(name, buffer)
-    weights = {name: whole(p) for name, p in parts.model.named_parameters()}
-    weights |= {name: whole(b) for name, b in saved_buffers(parts.model).items()}
+    weights = {name: full(p) for name, p in parts.model.named_parameters()}
+    weights |= {name: full(b) for name, b in saved_buffers(parts.model).items()}
     rank, degree = data_parallel_rank(parts.mesh), run.mesh.dp_degree
     mine = [part[rank::degree] for part in batch_of(documents) if part is not None]
     share = parts.runner.forward_backward([Batch(*mine)], torch.tensor(1.0))
@@ -151,7 +145,7 @@ def on_ranks(world: DistEnv, flags: list[str], documents: bool) -> Result:
     gradients = {}
     for name, parameter in parts.model.named_parameters():
         assert parameter.grad is not None, name
-        gradients[name] = whole(parameter.grad)
+        gradients[name] = full(parameter.grad)
     return Result(float(share) / parts.factors.loss, gradients, weights)
 
 

@@ -47,4 +47,5 @@ def tokens_of(args: LlamaArgs, batch: int = 2, seq: int | None = None) -> Tensor
 
 
 def relative(a: Tensor, b: Tensor) -> float:
+    """Return the distance as a share of `b`, by Frobenius norms."""
     return float((a.detach() - b.detach()).norm() / b.detach().norm())

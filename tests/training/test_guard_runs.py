@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.distributed.tensor import DTensor
 
 from tests.support.harness import Run, batches, run_stages, stepper
 from tests.support.whole_runs import (
@@ -31,6 +29,7 @@ from titanlite.checkpoint.manifest import CheckpointError, steps_in
 from titanlite.cli.hub.compare_checkpoints import Contents, compare
 from titanlite.config.sections import Checkpoint
 from titanlite.dist.dist_env import DistEnv
+from titanlite.dist.local_parts import local
 from titanlite.loss import cross_entropy_sum
 from titanlite.optim.bad_step_errors import WeightsError
 from titanlite.resolve.load import load_config
@@ -178,10 +177,6 @@ def test_weights_that_make_every_step_bad_do_not_push_out_the_last_good_ones(poo
 # Weights that are not finite: never saved, skipped over or gone on from
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 TOKENS, LABELS = batches(1, 4, 16, 192)
 RUN = Run(TOKENS, LABELS, [3e-3])
 
@@ -205,9 +200,9 @@ def _saves(world: DistEnv, folder: str, run: Run, mode: Any) -> list[str]:
         ("float16", weight, 1e6),
         (None, None, 0.0),
     ):
-        kept = None if spoilt is None else _local(spoilt).detach().clone()
+        kept = None if spoilt is None else local(spoilt).detach().clone()
         if spoilt is not None and world.rank == world.size - 1:
-            _local(spoilt).data.view(-1)[-1:] = value
+            local(spoilt).data.view(-1)[-1:] = value
         try:
             saver.save(1, model, optimizer, {"tokens_seen": 0}, weights_only=kind)
             saver.wait()
@@ -215,7 +210,7 @@ def _saves(world: DistEnv, folder: str, run: Run, mode: Any) -> list[str]:
         except (WeightsError, CheckpointError) as error:
             said.append(f"{error} {sorted(path.name for path in Path(folder).glob('*'))}")
         if spoilt is not None and kept is not None:
-            _local(spoilt).data.copy_(kept)
+            local(spoilt).data.copy_(kept)
     saver.close()
     return said
 
@@ -255,7 +250,7 @@ def _spoil_weight(
         if trainer.step in left:
             left.clear()
             if world.rank == world.size - 1:
-                _local(list(trainer.parts.model.parameters())[-1]).data.view(-1)[0] = NAN
+                local(list(trainer.parts.model.parameters())[-1]).data.view(-1)[0] = NAN
 
     trainer.parts.optimizer.register_step_post_hook(spoil)
     real = manager.check_finite

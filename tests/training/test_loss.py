@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.compare import LABELS, TOKENS, relative
+from tests.support.compare import LABELS, TOKENS
 from tests.support.harness import TINY, Run, full_precision, train, train_afresh
+from tests.support.llamas import relative
 from titanlite.config.sections import Compile
 from titanlite.features.loss_chunks.head import ChunkedHead, chunk_head
 from titanlite.loss import batch_loss, cross_entropy_sum

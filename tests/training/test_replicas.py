@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from tests.support.grid import DEEPSEEK
 from tests.support.whole_runs import make_trainer, outcome_of
 from titanlite.callbacks import Callback, Callbacks
 from titanlite.dist.dist_env import DistEnv
+from titanlite.dist.local_parts import local
 from titanlite.trainer import Trainer
 
 SHORT = ("--training.steps=1", "--no-validation.enable", "--no-checkpoint.enable_checkpoint")
@@ -36,7 +36,7 @@ class Nudge(Callback):
     def on_start(self, trainer: Trainer) -> None:
         tensor = trainer.parts.model.state_dict()[self.name]
         if trainer.parts.world.rank in self.ranks:
-            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).add_(0.001)
+            local(tensor).add_(0.001)
 
 
 def warnings_of(world: DistEnv, folder: str, own: list[Callback], *flags: str) -> list[str]:

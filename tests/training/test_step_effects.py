@@ -162,11 +162,6 @@ def test_norms_by_layer_are_those_of_all_experts(pool):
     _compare_with_one_rank(pool, mixture, 2, replace(mixture, expert=2))
 
 
-def test_wrappers_do_not_change_a_layers_name():
-    assert layer_of("layers.11._checkpoint_wrapped_module.attention.wq.weight") == "layers.11"
-    assert layer_of("_orig_mod.output.weight") == "output"
-
-
 def test_the_trainer_writes_them_with_every_nth_log(golden):
     names = [f"grad_norm/{layer}" for layer in LAYERS]
     rows = {step: row for step, row in golden.rows(names[0]).items() if step <= 20}

@@ -128,13 +128,6 @@ def _refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return capsys.readouterr().err
 
 
-def test_words_without_sense_are_refused(tmp_path, capsys):
-    export = _exported(tmp_path / "export")
-    assert "expected OWNER/NAME, got 'tiny'" in _refused(capsys, export, "tiny")
-    said = _refused(capsys, export, "ada/tiny", "--dtype", "float16")
-    assert "is exported already: --dtype and --ema say" in said
-
-
 @pytest.mark.parametrize(
     "name", ["checkpoint", f"checkpoint/step-{STEPS}/manifest.json", ".hub", "LICENSE"]
 )

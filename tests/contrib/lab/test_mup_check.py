@@ -121,8 +121,6 @@ def test_the_command_prints_slopes_and_ends_by_the_verdict(tmp_path, capsys, mon
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        (["--optimizer.name=Adam"], "excludes optimizer.weight_decay"),
-        (["--model.name=gemma3", "--widths=64,128"], "optimizer.no_decay_on_norms"),
         (["--widths=24,48"], "no whole number at dim = 24"),
         (["--mup.base_dim=24"], "no whole number at dim = 24"),
     ],

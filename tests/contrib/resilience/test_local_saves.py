@@ -375,9 +375,3 @@ def _read(*flags: str) -> RunConfig:
 def test_an_interval_in_seconds_is_longer_than_any_number_of_steps():
     more = ["--checkpoint.interval_type=seconds", "--checkpoint.interval=10"]
     assert _read(FOLDER, *more).checkpoint.local_interval == 50
-
-
-def test_without_a_folder_the_other_keys_are_named():
-    run = _read("--checkpoint.local_interval=10")
-    assert any("checkpoint.local_interval" in note.text for note in run.notes)
-    assert run.features.local_saves is None
