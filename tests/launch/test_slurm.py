@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import lost_nodes
 from tests.launch.examples import EXAMPLES
-from tests.launch.slurm_jobs import ENDS, LAUNCH, RUN, STEPS, read_log, submit, until_step
+from tests.launch.slurm_jobs import ENDS, STEPS, read_log, submit, until_step
 from tests.support.processes import ROOT
 from tests.support.tiny import TWO_LAYERS
 from tests.support.train_runs import rows, unequal
@@ -128,7 +128,6 @@ _IMAGE = "--launch.image=/fsx/my image.sqsh"
 @pytest.mark.parametrize(
     ("flags", "key", "text"),
     [
-        (["--launch.instance_type=p5.48xl"], "launch.instance_type", "p5.48xlarge"),
         ([], "launch.gpus_per_node", "not known"),
         (
             ["--launch.instance_type=ml.p5.48xlarge", "--launch.gpus_per_node=16"],
@@ -454,12 +453,6 @@ def test_a_lost_rank_of_an_earlier_start_ends_no_later_one(tmp_path, monkeypatch
     assert code == 0, said
     ends = re.findall("the ranks ended with code (.*?) ", said)
     assert ends == ["137", "0"][-starts:], said
-
-
-def test_other_systems_have_no_spare_nodes(capsys):
-    words = [*RUN, *LAUNCH, "--launch.spare_nodes=1", "--dry-run"]
-    assert cli.main(["launch", "local", *words]) == exit_codes.CONFIG
-    assert "launch.spare_nodes: local has no such jobs" in capsys.readouterr().err
 
 
 if __name__ == "__main__" and "--write" in sys.argv:

@@ -185,14 +185,7 @@ def test_the_shape_alone_comes_from_hf_config_and_overrides_win(tmp_path):
             "model.name",
             'of the family "mixtral" set model.name = "mixtral"',
         ),
-        (
-            ["--checkpoint.initial_load_path=none"],
-            "model.flavor",
-            "needs a folder name it as checkpoint",
-        ),
-        (["--model.name=hf"], "model.flavor", "hf has no flavors"),
         (["--model.overrides.n_expert=2"], "model.overrides.n_expert", "nearest: n_experts"),
-        (["--model.hf_config=./nowhere"], "model.hf_config", "gives no shape"),
     ],
 )
 def test_a_folder_that_gives_no_shape(tmp_path, flags, key, words):

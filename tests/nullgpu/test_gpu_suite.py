@@ -32,6 +32,19 @@ def test_gpu_tests_end_at_numbers_alone(nullgpu, name):
     )
 
 
+def test_a_dry_run_goes_through_both_quick_calls(nullgpu, tmp_path):
+    for part in ("1", "2"):
+        words = ("quick", part, "--dry-run", "--budget", "1200", "--out", str(tmp_path))
+        run("benchmarks/gpu.sh", *words, folder=nullgpu)
+    text = (tmp_path / "gpu.md").read_text()
+    for name in ("bf16", "float8", "rival", "kahan"):
+        (line,) = (line for line in text.splitlines() if line.startswith(f"| {name} |"))
+        assert "| 6 of " in line
+    for config in ("llama3_8b_h200", "rival_8b", "llama3_8b_kahan"):
+        (page,) = tmp_path.glob(f"{config}_nvidia*.md")
+        assert "| steps | 6 |" in page.read_text()
+
+
 def kernels_of_attention(folder: Path, tmp_path: Path, *flags: str) -> set[str]:
     """Train a step and return which kernels of attention it launched."""
     log = tmp_path / "calls"
