@@ -231,13 +231,18 @@ def test_the_metric_definitions_find_the_figures_of_a_log(account, golden):
     }
     lines = "\n".join(line for attempt in golden.console() for line in attempt)
     lines += "\nstep: 24  loss: 3.4370  memory: 68.57GiB(86.69%)  tps: 6,785  mfu: 39.73%"
-    found = {one["Name"]: re.findall(one["Regex"], lines) for one in json.loads(definitions)}
+    of_notebook = {one["Name"]: one["Regex"] for one in json.loads(definitions)}
+    script = (ROOT / "deploy" / "examples" / "sagemaker" / "llama3_1_8b.py").read_text()
+    of_script = dict(re.findall(r'MetricDefinition\(name="(\w+)", regex=r"(.*)"\)', script))
     row = golden.rows()[24]
-    assert float(found["step"][-2]) == 24
-    assert float(found["loss"][-2]) == pytest.approx(row["loss"], rel=0.001)
-    assert float(found["grad_norm"][-1]) == pytest.approx(row["grad_norm"], rel=0.005)
-    assert float(found["learning_rate"][-1]) == pytest.approx(row["lr"], rel=0.005)
-    assert (found["mfu"][-1], found["memory_gib"][-1]) == ("39.73", "68.57")
+    for expressions in (of_notebook, of_script):
+        found = {name: re.findall(regex, lines) for name, regex in expressions.items()}
+        assert float(found["step"][-2]) == 24
+        assert float(found["loss"][-2]) == pytest.approx(row["loss"], rel=0.001)
+        assert float(found["grad_norm"][-1]) == pytest.approx(row["grad_norm"], rel=0.005)
+        assert float(found["learning_rate"][-1]) == pytest.approx(row["lr"], rel=0.005)
+        assert found["mfu"][-1] == "39.73"
+    assert re.findall(of_notebook["memory_gib"], lines)[-1] == "68.57"
 
 
 def test_the_last_cell_removes_all_that_the_notebooks_put_into_the_bucket(account):
