@@ -115,7 +115,7 @@ def _last_restart(text: str) -> list[tuple[int, str]]:
 
 
 def _count_failures() -> None:
-    """Let torchrun count no rank as failed that it has stopped itself because another failed."""
+    """Let torchrun count no rank as failed that has ended because another failed."""
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
     context: Any = SubprocessContext
@@ -132,7 +132,7 @@ def _count_failures() -> None:
         if result is not None:
             for rank in set(result.failures) - self.failed_first:
                 code = result.failures[rank].exitcode
-                if code < 0 or code in exit_codes.STOPPED:
+                if code < 0 or code in (*exit_codes.STOPPED, exit_codes.LOST_PEER):
                     del result.failures[rank]
         return result
 
@@ -244,6 +244,8 @@ def _run(torchrun: Callable[[], None]) -> _End:
         found.stopped = isinstance(error, SignalException | KeyboardInterrupt)
         if isinstance(error, ChildFailedError):
             found.failed = [one.exitcode for one in error.failures.values()]
+            # A traceback of torchrun would push the ranks' own reports off the screen.
+            found.failure = f"{error}\n"
         return found
     return _End()
 
