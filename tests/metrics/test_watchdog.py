@@ -325,6 +325,33 @@ def test_a_rank_whose_process_is_gone_is_named_without_a_wait(pool):
     assert re.match(r"rank 1 \(\S+, process \d+\) does not answer", found)
 
 
+def _lose_one(world: DistEnv) -> tuple[str, list[str]]:
+    """Return the verdict and the reports where rank 2 is gone, and rank 0 waits for rank 1."""
+    error = RuntimeError("gloo: connection closed by peer")
+    with _watching(stall=PATIENT) as (dog, said):
+        with subprocess.Popen(["true"]) as process:
+            process.wait()
+        dead = replace(dog._state(), rank=2, pid=process.pid)
+        dog._store.set("beat/2", f"1 {dead.dump()}")
+        dog.size = 3
+        dog._near = range(3)
+        dist.barrier()
+        if world.rank == 1:
+            dog.failed(error)
+        dist.barrier()
+        if world.rank == 0:
+            dog.failed(error)
+    return dog.verdict, [text for text in said if text.startswith("a collective failed")]
+
+
+def test_a_rank_that_waits_for_one_that_lost_its_peer_reports_the_lost_one_once(pool):
+    """Rank by rank, a ring would wait for the verdict, and torchrun would kill rank 0 before."""
+    ends = pool(2).run(_lose_one)
+    for sentence, _ in ends:
+        assert re.match(r"rank 2 \(\S+, process \d+\) does not answer", sentence)
+    assert [len(reports) for _, reports in ends] == [1, 0]
+
+
 # Ranks that raise
 
 

@@ -165,6 +165,8 @@ class HangWatchdog(Position):
         #: How this rank ends; set once that is so.
         self._end_state: dict[str, Any] = {}
         self._has_reason = threading.Event()
+        #: Held on rank 0 by the thread that finds the culprit.
+        self._judges = threading.Lock()
         #: This rank has acted on the error of another, or cannot.
         self._followed = threading.Event()
         self._next_beat = 0.0
@@ -237,6 +239,7 @@ class HangWatchdog(Position):
         with contextlib.suppress(RuntimeError):
             self._publish()
             if lost:
+                self._store.set("lost", "")
                 return self._find_culprit()
             stack = tuple(_place(*where) for where in traceback.walk_tb(error.__traceback__))
             self._store.compare_set(
@@ -301,6 +304,10 @@ class HangWatchdog(Position):
 
     def _look_out(self, now: float) -> None:
         """End this rank if NCCL has failed; on rank 0, watch all ranks."""
+        # A rank waits for the verdict, and rank 0 may wait in a collective for that rank.
+        lost = not self.rank and self._store.check(["lost"]) and not self._store.check(["verdict"])
+        if lost:
+            self._stop.wait(_OWN_REASON_SECONDS)
         failure = nccl_failure()
         if failure:
             # Its thread may wait for the device for ever, and NCCL is about to abort the process.
@@ -308,6 +315,8 @@ class HangWatchdog(Position):
             logger.error(f"{failure}: this rank ends")
             self._record_peer()
             self._end_process()
+        elif lost:
+            self._find_culprit()
         elif self.rank == 0 and self._deadline:
             self._watch(now)
 
@@ -374,16 +383,18 @@ class HangWatchdog(Position):
 
     def _find_culprit(self) -> str:
         """Rank 0 finds out why a collective failed; the others take over its verdict."""
-        if self.rank == 0 and not self._store.check(["raised"]):
-            self._report("a collective failed")
-            self._store.set("verdict", self.verdict)
-        elif self.rank and self._wait_for(
+        if self.rank == 0:
+            with self._judges:
+                if not self._store.check(["raised"]) and not self._store.check(["verdict"]):
+                    self._report("a collective failed")
+                    self._store.set("verdict", self.verdict)
+        elif self._wait_for(
             "verdict",
             _TOLD_SECONDS + self._silence,
             unless=lambda: self._is_gone(self._state_since(0, "")),
         ):
             self.verdict = self._store.get("verdict").decode()
-        elif self.rank and not self._store.check(["raised"]):
+        elif not self._store.check(["raised"]):
             self.verdict = "rank 0 does not say why: it has ended, hangs or is cut off"
             logger.error(f"a collective failed: {self.verdict}")
         return self.verdict
