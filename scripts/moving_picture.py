@@ -40,7 +40,7 @@ COLORS = {
     "brightblack": "#7d8590",
 }
 COLUMNS = 144
-LINES = 27
+LINES = 32
 #: Pixels of a character and of a line, and the border.
 _WIDTH = 7.25
 _HEIGHT = 16
