@@ -38,6 +38,17 @@ def source(file: str, symbol: str) -> str:
     return "\n".join(f"{number:5} {line}" for number, line in enumerate(lines, start))
 
 
+def imports(file: str, symbol: str) -> str:
+    """Return the imports from this repository of a test that another one is copied from."""
+    used = set(re.findall(r"\w+", source(file, symbol)))
+    lines = []
+    for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(("tests", "titanlite")):
+            names = [one.name for one in node.names if (one.asname or one.name) in used]
+            lines += [f"      from {node.module} import {', '.join(names)}"] if names else []
+    return "\n".join([*lines, ""]) if file.startswith("tests/") else ""
+
+
 def _found(body: list[ast.stmt], name: str) -> tuple[int, int, list[ast.stmt]]:
     for index, node in enumerate(body):
         if name not in _names(node):
@@ -68,7 +79,7 @@ def main() -> None:
         elif all(word.lower() in heading.lower() for word in words):
             print(f"## {heading}\n{text}")
             for file, symbol in dict.fromkeys(PLACE.findall(text)):
-                print(f"--- {file}:{symbol}\n{source(file, symbol)}\n")
+                print(f"--- {file}:{symbol}\n{imports(file, symbol)}{source(file, symbol)}\n")
 
 
 if __name__ == "__main__":

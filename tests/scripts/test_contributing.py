@@ -30,6 +30,7 @@ def test_a_recipe_prints_its_places_and_fits_a_screen():
     words = [sys.executable, str(ROOT / "scripts" / "recipe.py"), "decay"]
     printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert "DECAYS = {" in printed and "def test_decay_shapes_halfway" in printed
+    assert "from titanlite.optim.schedule import lr_factor\n" in printed
 
 
 def test_one_command_writes_what_the_tests_compare():
