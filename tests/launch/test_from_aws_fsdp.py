@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,18 @@ from tests.support.processes import ROOT, python
 from titanlite import exit_codes
 from titanlite.cli import main as cli
 from titanlite.config.load import load_file
+from titanlite.config.loaded import LoadedConfig
 from titanlite.plan.hardware import cluster_of, find_instance, ranks_of
 from titanlite.plan.parts import GIB
 from titanlite.plan.plan import make_plan
 from titanlite.resolve.load import check_config
+from titanlite.run.config import RunConfig
 
 PAGE = (ROOT / "docs" / "from-aws-fsdp.md").read_text()
 FOLDER = ROOT / "train_configs" / "platforms"
-#: The page's TOML files: the job on EKS, and the array of the text.
-FILES = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+#: The page's TOML file, the job on EKS.
+(FILE,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+SCRIPT = runpy.run_path(str(ROOT / "examples" / "from_aws_fsdp.py"))
 #: The text's minimum platforms: model, number of machines, type.
 PLATFORMS = {
     "llama3_1_8b_g6e": ("Llama 3.1 8B", 1, "g6e.12xlarge"),
@@ -117,7 +121,7 @@ def test_the_job_of_each_model_on_eks_is_as_the_operator_has_it(
     pytest.importorskip("kubeflow.training")
     monkeypatch.setenv("REGISTRY", "1.dkr.ecr.us-west-1.amazonaws.com/")
     file = tmp_path / "job.toml"
-    text = FILES[0].replace("llama3_1_8b.toml", config)
+    text = FILE.replace("llama3_1_8b.toml", config)
     nodes, instance = 4, "p5.48xlarge"
     if config != MODEL:
         _, nodes, instance = PLATFORMS[Path(config).stem]
@@ -146,35 +150,140 @@ def test_the_job_of_each_model_on_eks_is_as_the_operator_has_it(
 def test_the_folder_of_a_run_is_not_on_a_path_of_the_nodes(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("REGISTRY", "r/")
     file = tmp_path / "job.toml"
-    file.write_text(FILES[0].replace("/fsx/runs", "/local/runs"))
+    file.write_text(FILE.replace("/fsx/runs", "/local/runs"))
     assert cli.main(["launch", "kubernetes", str(file), "--dry-run"]) == exit_codes.CONFIG
     assert "'/local/runs/8b' is not on a volume of the pods (/fsx)" in capsys.readouterr().err
 
 
-#: The array TRAINING_ARGS as the text prints it, but for the sizes of the model, which are the
-#: flavor's, and `--max_context_width`, which its loader passes over.
-ARGUMENTS = {
-    "tokenizer": ("model.tokenizer_path", "assets/llama"),
-    "checkpoint_freq": ("checkpoint.interval", 5000),
-    "validation_freq": ("validation.freq", 500),
-    "max_steps": ("training.steps", 5000),
-    "dataset": ("training.dataset", "c4"),
-    "train_batch_size": ("training.batch_size", 1),
-    "val_batch_size": ("validation.batch_size", 1),
-    "offload_activations": ("activation_checkpoint.offload", True),
-    "lr": ("optimizer.lr", 1e-4),
+#: The array as the text prints it.
+ARRAY = """+ declare -a TORCHRUN_ARGS
++ TRAINING_ARGS=('--max_context_width=128256' '--num_key_value_heads=8' \
+'--intermediate_size=14336' '--hidden_width=4096' '--num_layers=32' '--num_heads=32' \
+'--model_type=llama_v3' '--tokenizer=hf-internal-testing/llama-tokenizer' \
+'--checkpoint_freq=5000' '--validation_freq=500' '--max_steps=5000' \
+'--checkpoint_dir=./checkpoints' '--dataset=allenai/c4' '--dataset_config_name=en' \
+'--resume_from_checkpoint=./checkpoints' '--train_batch_size=1' '--val_batch_size=1' \
+'--sharding_strategy=full' '--offload_activations=1')
++
+"""
+#: What it says, and the defaults of train.py.
+VALUES = {
+    "model.tokenizer_path": "assets/llama-tokenizer",
+    "training.seq_len": 4096,
+    "training.steps": 5000,
+    "training.dataset": "c4",
+    "training.batch_size": 1,
+    "training.seed": 12345,
+    "training.mixed_precision_param": "bfloat16",
+    "activation_checkpoint.mode": "full",
+    "activation_checkpoint.offload": True,
+    "optimizer.lr": 1e-4,
+    "optimizer.weight_decay": 0.2,
+    "lr_scheduler.decay_type": "cosine",
+    "lr_scheduler.style": "fsdp",
+    "lr_scheduler.min_lr": 1e-5,
+    "validation.freq": 500,
+    "validation.steps": 10,
+    "validation.batch_size": 1,
+    "checkpoint.enable_checkpoint": True,
+    "checkpoint.folder": "./checkpoints",
+    "checkpoint.interval": 5000,
+    "metrics.log_freq": 1,
+    "metrics.enable_tensorboard": False,
 }
 
 
-def test_the_array_of_the_text_is_the_file_of_the_page(tmp_path):
-    file = tmp_path / "8b.toml"
-    file.write_text(FILES[1])
-    config, run = check_config([f"--job.config_file={file}"], 16, training=False)
-    for key, value in ARGUMENTS.values():
-        assert config.value(key) == value, key
+def converted(tmp_path: Path, text: str, *words: str) -> tuple[LoadedConfig, RunConfig, str]:
+    """The config of a file with arguments, checked for 16 ranks, and the file that was written."""
+    (tmp_path / "job.sbatch").write_text(text)
+    written: str = SCRIPT["main"]([str(tmp_path / "job.sbatch"), *words])
+    file = tmp_path / "job.toml"
+    file.write_text(written)
+    assert cli.main(["config", "check", str(file), "--world-size=16"]) == 0
+    return *check_config([f"--job.config_file={file}"], 16, training=False), written
+
+
+def test_the_array_of_the_text_becomes_its_run(tmp_path):
+    config, run, written = converted(tmp_path, ARRAY)
+    assert {key: config.value(key) for key in VALUES} == VALUES
     # "Created model with total parameters" of the text.
     assert run.spec.count_parameters(run.model_args()) == 7_392_727_040
-    shape("Llama 3.1 8B", str(file))
+    shape("Llama 3.1 8B", str(tmp_path / "job.toml"))
+    assert "# hf download hf-internal-testing/llama-tokenizer " in written
+    assert "# --max_context_width: their loader cuts sequences of 4,096 tokens" in written
+
+
+TOKENIZER = str(ROOT / "titanlite" / "data" / "assets" / "tokenizer.tiktoken")
+SIZES = ("intermediate_size", "num_key_value_heads", "hidden_width", "num_layers", "num_heads")
+FLAVORS = {
+    **dict(zip(SHAPES, ("7B", "13B", "70B", "3.1-8B", "3.1-70B", "3.2-1B", "3.2-3B"), strict=True)),
+    "Mathstral": "mathstral-7B",
+    "Mixtral": "8x7B",
+}
+
+
+@pytest.mark.parametrize("model", FLAVORS)
+def test_the_arguments_of_each_model_become_its_config(model, tmp_path):
+    kind = {"Llama 2": "llama_v2", "Llama 3": "llama_v3", "Mathstr": "mistral"}.get(model[:7])
+    sizes = SHAPES.get(model, (14336, 8, 4096, 32, 32))
+    lines = [f"--{name}={size}" for name, size in zip(SIZES, sizes, strict=True)]
+    lines += [f"--model_type={kind or 'mixtral'}", "--sharding_strategy=full  # (a link)"]
+    head = "#SBATCH --nodes=2 # number\nGPUS_PER_NODE=8 # 4 for G5\ndeclare -a TRAINING_ARGS=(\n"
+    text = head + "".join(f"    {line} \n" for line in lines) + '\n)\nsrun x "${ARGS[@]}"\n'
+    config, run, _ = converted(tmp_path, text)
+    assert config.value("model.flavor") == FLAVORS[model]
+    assert config.value("training.batch_size") == 2
+    assert (config.value("launch.nodes"), config.value("launch.gpus_per_node")) == (2, 8)
+    args = run.model_args()
+    kv_heads = args.n_kv_heads or args.n_heads
+    assert (args.ffn_width, kv_heads, args.dim, args.n_layers, args.n_heads) == sizes
+    assert args.vocab_size == 50432
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        # As the sample's own script for Llama 3.2 3B has it, and a model of no file.
+        ("--num_key_value_heads=2", {"model.overrides": {"n_kv_heads": 2}}),
+        ("--num_layers=2", {"model.overrides": {"n_layers": 2}}),
+        (
+            "--dataset_path=/fsx/mine",
+            {"training.dataset_path": "/fsx/mine", "validation.dataset_path": "/fsx/mine"},
+        ),
+        (
+            "--dataset=me/text --dataset_config_name=de",
+            {"training.dataset": "me/text", "data.subset": "de", "validation.dataset": "me/text"},
+        ),
+        ("--bf16=0", {"training.mixed_precision_param": "float32"}),
+        (f"--tokenizer={TOKENIZER}", {"model.tokenizer_path": TOKENIZER}),
+        ("--lr_decay_style=plateau --plateau=0.1", {"lr_scheduler.plateau_ratio": 0.1}),
+        ("--max_training_steps=7", {"training.steps": 7}),
+    ],
+)
+def test_an_argument_reaches_its_key(words, values, tmp_path):
+    config = converted(tmp_path, ARRAY, *words.split())[0]
+    assert {key: config.value(key) for key in values} == values
+
+
+def test_hybrid_sharding_is_a_copy_for_each_machine(tmp_path):
+    text = f"#SBATCH --nodes=4\n{ARRAY}"
+    config = converted(tmp_path, text, "--sharding_strategy=hybrid")[0]
+    assert config.value("training.data_parallel_replicate_degree") == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--model_type=llama_v3 --no_such=1", "unrecognized arguments: --no_such=1"),
+        ("--model_type=gpt_neox", "--model_type=gpt_neox: titanlite has llama_v2, llama_v3, "),
+        ("--model_type=mistral --tokenizer=mine", "--tokenizer=mine: neither a path that exists"),
+        ("--model_type=mistral --sharding_strategy=hybrid", "no line '#SBATCH --nodes=N'"),
+    ],
+)
+def test_what_has_no_config_is_refused_by_name(words, said, capsys):
+    with pytest.raises(SystemExit) as found:
+        SCRIPT["main"](words.split())
+    assert said in f"{found.value} {capsys.readouterr().err}"
 
 
 def arguments() -> list[tuple[str, str]]:
@@ -182,6 +291,19 @@ def arguments() -> list[tuple[str, str]]:
     section = PAGE.partition("## Arguments\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \| (.*) \|$", section, re.MULTILINE)
     return [(name, keys) for left, keys in rows for name in re.findall(r"`(\w+)", left)]
+
+
+def test_the_table_of_the_page_is_that_of_the_script():
+    found = dict(arguments())
+    only_page = {"model_type", "max_context_width", "epochs"}
+    assert set(found) == {*SCRIPT["KEYS"], *only_page}
+    for name, (_, key) in SCRIPT["KEYS"].items():
+        *section, last = key.split(".")
+        words = re.findall(r"\w+", found[name])
+        assert last in words and section[0] in words, name
+    section = PAGE.partition("No key follows")[2].partition("\n## ")[0]
+    for name in set(SCRIPT["WITHOUT_KEY"]) - only_page:
+        assert f"`{name}`" in section or name.endswith("_pdrop"), name
 
 
 def test_each_argument_of_the_samples_is_refused_with_its_key(capsys):

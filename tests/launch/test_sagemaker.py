@@ -74,6 +74,20 @@ def run_cells(name: str, folder: Path) -> str:
     return shown
 
 
+def enter_studio(patch: pytest.MonkeyPatch) -> None:
+    """Make the execution role in the fake account, and take its keys."""
+    import boto3
+
+    sagemaker = {"Effect": "Allow", "Principal": {"Service": "sagemaker.amazonaws.com"}}
+    trust = json.dumps({"Statement": [{**sagemaker, "Action": "sts:AssumeRole"}]})
+    iam = boto3.client("iam")
+    iam.create_role(RoleName="studio", Path="/service-role/", AssumeRolePolicyDocument=trust)
+    keys = boto3.client("sts").assume_role(RoleArn=ROLE, RoleSessionName="SageMaker")
+    for name in ("AccessKeyId", "SecretAccessKey", "SessionToken"):
+        variable = "AWS_" + re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).upper()
+        patch.setenv(variable, keys["Credentials"][name])
+
+
 @pytest.fixture(scope="module")
 def account(golden: GoldenRun, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Account]:
     """The three notebooks after their run in a fake account."""
@@ -83,6 +97,8 @@ def account(golden: GoldenRun, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
     folder = tmp_path_factory.mktemp("sagemaker")
     shutil.copytree(FOLDER, folder / "examples" / "sagemaker")
+    (folder / "benchmarks").mkdir()
+    shutil.copy(ROOT / "benchmarks" / "sagemaker_levels.py", folder / "benchmarks")
     found = Account(folder)
     tokenizer = folder / "hub" / "models" / "meta-llama" / "Meta-Llama-3-8B" / "original"
     tokenizer.mkdir(parents=True)
@@ -109,12 +125,7 @@ def account(golden: GoldenRun, tmp_path_factory: pytest.TempPathFactory) -> Iter
         for name, value in hub.environment(folder / "hub-home").items():
             patch.setenv(name, value)
         with moto.mock_aws():
-            iam = boto3.client("iam")
-            iam.create_role(RoleName="studio", Path="/service-role/", AssumeRolePolicyDocument="{}")
-            keys = boto3.client("sts").assume_role(RoleArn=ROLE, RoleSessionName="SageMaker")
-            for name in ("AccessKeyId", "SecretAccessKey", "SessionToken"):
-                variable = "AWS_" + re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).upper()
-                patch.setenv(variable, keys["Credentials"][name])
+            enter_studio(patch)
             boto3.setup_default_session()
             events = boto3.DEFAULT_SESSION.events
             events.register("provide-client-params.sagemaker", note)
@@ -220,7 +231,9 @@ def test_a_job_trains_its_level_as_the_text_does(account, level, monkeypatch):
     plan = make_plan(run, cluster_of(run))
     assert plan.fits
     speed, published = plan.speed.tokens_per_second, LEVELS[level][0]
-    assert f"| {published:,} | {speed:,.0f} |" in PAGE
+    (row,) = re.findall(rf"(?m)^\| `{level}`: .*", account.shown)
+    assert f" | {published:,} | " in row and f" | {speed:,.0f} | " in row
+    assert row in PAGE
     assert re.search(rf"{level} +{speed:,.0f} +{published:,} ", account.shown)
 
 
