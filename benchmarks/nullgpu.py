@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.plan_speed import POINTS, SHARES, Point, gpu_of, rate  # noqa: E402
 from tests.nullgpu.cases import CASES, HERE, PLAIN, STORED, Case, figures, play, run  # noqa: E402
 from titanlite.plan.hardware import DEFAULT_NETWORK, Gpu, cluster_of, find_gpu  # noqa: E402
+from titanlite.plan.memory import estimate  # noqa: E402
 from titanlite.plan.parts import GIB  # noqa: E402
 from titanlite.plan.plan import make_plan  # noqa: E402
 from titanlite.plan.rates import CONSTANTS  # noqa: E402
@@ -121,7 +122,7 @@ Llama 3 8B of 8,192 tokens, played by torchtitan 0.2.2 itself; tokens/s per GPU:
 def plan(case: Case) -> dict[str, float]:
     """Return the plan of a case: GiB of tensors on rank 0, MFU, FLOPs of products."""
     run = check_config(case.argv(), case.ranks, training=False)[1]
-    found = make_plan(run, cluster_of(run, gpu=case.gpu), rank=0)
+    found = make_plan(run, cluster_of(run, gpu=case.gpu), lambda run, _: estimate(run, 0))
     args = run.model_args(case.vocabulary)
     flops = run.spec.flops_per_token(args, 0) * run.batch.tokens_per_step / run.mesh.world_size
     step = StepSizes(run, cluster_of(run, gpu=case.gpu), CONSTANTS)

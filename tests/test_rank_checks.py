@@ -67,9 +67,6 @@ def _check(
             put(rank_checks.titanlite, "__file__", str(package / "__init__.py"))  # type: ignore[attr-defined]
         elif is_odd and odd == "device":
             put(throughput, "_proc_field", lambda *_: "Old CPU")
-        elif is_odd and odd == "slow":
-            real = torch.mm
-            put(torch, "mm", lambda *a, **k: (time.sleep(0.1), real(*a, **k)))
         elif is_odd and odd in ("bits", "flicker", "tuned"):
             calls = [0]
             real = torch.mm
@@ -147,12 +144,10 @@ def test_a_difference_or_a_wrong_result_ends_all_ranks_and_names_the_odd_one(
     assert not list(tmp_path.rglob(".ranks-*"))
 
 
-@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
         ("device", ["different devices: CPU (", "CPU (Old CPU) on rank 1 (node-1)"]),
-        ("slow", ["rank 1 (node-1, local rank 1, CPU (", " is slow: a matrix product takes 1"]),
         (
             "paths",
             ['data.source [{"path": "/a"', 'folder (not set) -> "/c"', '.A_KEY (not set) -> "(r'],

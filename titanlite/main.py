@@ -83,12 +83,6 @@ def run(argv: Sequence[str]) -> int:
     try:
         environment = read_launch_env()
         asked, config = check_config(argv, environment.world_size)
-        if config.memory_estimation.enabled:
-            if environment.rank == 0:
-                from titanlite.plan.text import print_plan
-
-                print_plan(config, environment.local_world_size)
-            return exit_codes.DONE
         require("torch")
     except (ConfigError, ParallelismError, MissingPackageError) as error:
         return _print_error(str(error), error.exit_code)

@@ -1,4 +1,4 @@
-"""`titanlite plan`, and `memory_estimation.enabled` of a run."""
+"""`titanlite plan`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
-from titanlite import exit_codes, main
+from titanlite import exit_codes
 from titanlite.cli import main as cli
-from titanlite.plan.text import print_plan
+from titanlite.plan.hardware import local_cluster
+from titanlite.plan.plan import make_plan
+from titanlite.plan.text import plan_text
 from titanlite.resolve.load import check_config
+from titanlite.runs.text_tables import Style
 
 H100 = ["--gpus", "8", "--gpu", "h100-80g"]
 
@@ -104,7 +107,6 @@ def test_the_section_launch_is_the_hardware(plan):
             "not a multiple of batch_size 1 * 24",
         ),
         (["llama3_8.toml", *H100], "nearest: llama3_8b.toml"),
-        (["llama3_8b.toml", *H100, "--rank", "8"], "expected one of 0 … 7"),
         (["llama3_8b.toml"], "no GPU is named"),
         (["llama3_8b.toml", *H100, "--search", "--exact"], "is not for a search"),
         (["hf_debug.toml", *H100], "`titanlite plan CONFIG --gpus 8 --gpu NAME --exact` traces"),
@@ -117,16 +119,7 @@ def test_errors_say_what_to_do(plan, words, said):
     assert said in error
 
 
-def test_memory_estimation_prints_the_plan_instead_of_a_run(tmp_path, capsys):
-    flags = ["--memory_estimation.enable", "--job.config_file=debug_model.toml"]
-    assert main.run([*flags, f"--job.dump_folder={tmp_path / 'run'}"]) == exit_codes.DONE
-    assert capsys.readouterr().out.startswith(
-        "llama3 debugmodel with n_layers = 6 on 1 x h100-80g fits, with 77"
-    )
-    assert not (tmp_path / "run").exists()
-
-
-def test_ranks_beyond_the_gpus_of_a_machine_are_planned_for_several(capsys):
+def test_ranks_beyond_the_gpus_of_a_machine_are_planned_for_several():
     run = check_config(["--job.config_file=llama3_8b.toml"], 16, training=False)[1]
-    print_plan(run, gpus_per_node=16)
-    assert "network 3200 Gbit/s for each machine" in capsys.readouterr().out
+    text = plan_text(make_plan(run, local_cluster(run, "h100-80g", 16)), Style(False))
+    assert "network 3200 Gbit/s for each machine" in text

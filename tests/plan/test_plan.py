@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from titanlite.cli import main as cli
-from titanlite.config.errors import ConfigError
 from titanlite.config.model_sections import Optimizer
 from titanlite.plan.hardware import cluster_of
 from titanlite.plan.memory import estimate, with_vocabulary
@@ -155,14 +154,6 @@ def test_a_run_fits_only_where_the_host_has_the_memory():
     assert plan.fits
     barely = replace(plan.cluster, gpu=replace(plan.cluster.gpu, memory=round(plan.needed * 1.04)))
     assert "fits barely, with " in verdict(replace(plan, cluster=barely))
-
-
-def test_the_rank_that_is_asked_for_and_one_that_does_not_exist():
-    run = planned("llama3_1_8b.toml", 8)
-    cluster = cluster_of(run, gpu="h100-80g")
-    assert make_plan(run, cluster, rank=3).memory.rank == 3
-    with pytest.raises(ConfigError, match="0 … 7"):
-        make_plan(run, cluster, rank=8)
 
 
 def test_an_exact_plan_has_the_memory_of_the_trace():

@@ -20,10 +20,8 @@ import uuid
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby
 from pathlib import Path
-from statistics import median_low
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,15 +40,13 @@ if TYPE_CHECKING:
     from titanlite.run.config import RunConfig
 
 
-#: A product that takes this many times the median is reported. Programs share the cores of a CPU.
-SLOW_FACTOR = {"cuda": 1.3, "cpu": 4.0}
 #: Seconds in which another host must see a new file. File systems keep what they have read of a
 #: folder for a while.
 _FOLDER_SECONDS = 5.0
 #: Rows of the matrices.
 _ROWS = {"cuda": 4096, "cpu": 256}
-#: Seconds of products on a GPU, whose clock needs some time to rise, and products at least.
-_WARM_SECONDS, _PRODUCTS = 0.15, 6
+#: Seconds of products on a GPU, and products at least.
+_SECONDS, _PRODUCTS = 0.15, 6
 _MOST_NAMED = 8
 #: An absolute path as JSON, or none.
 _PATH = re.compile(r'"[/~][^"]*"|\(not set\)')
@@ -78,8 +74,6 @@ class Rank:
     #: How its config differs from that of rank 0: in paths and [launch], and in other keys.
     local_keys: str
     other_keys: str
-    #: Seconds of the fastest of several products.
-    product_seconds: float = 0.0
     #: Hashes of the bits of products that should be equal; empty: other ranks may have other bits.
     digests: tuple[int, ...] = ()
     sees_folder: bool = True
@@ -138,15 +132,14 @@ def check_ranks(
         rank = _describe(world, texts or {}, first, mine)
         _refuse(_differences(gather_objects(rank)))
         sees_folder = folder is None or written is None or _sees(folder / written.name)
-        seconds, digests = products(world.device)
-        tried = replace(rank, product_seconds=seconds, digests=digests, sees_folder=sees_folder)
-        ranks = gather_objects(tried)
+        digests = products(world.device)
+        ranks = gather_objects(replace(rank, digests=digests, sees_folder=sees_folder))
     finally:
         if probe is not None:
             with contextlib.suppress(OSError):
                 probe.unlink()
     problems = [*_wrong_products(ranks)]
-    warnings = [*_odd_ranks(ranks, SLOW_FACTOR[world.device.type])]
+    warnings = [*_odd_ranks(ranks)]
     blind = [rank for rank in ranks if not rank.sees_folder]
     if written is not None and blind:
         (problems if needs_folder else warnings).append(
@@ -231,26 +224,20 @@ def _differences(ranks: Sequence[Rank]) -> Iterator[str]:
 # Measurements
 
 
-def products(device: torch.device) -> tuple[float, tuple[int, ...]]:
-    """Return the fastest seconds of two fixed matrices' product, and the products' digests."""
+def products(device: torch.device) -> tuple[int, ...]:
+    """Return the digests of several products of two fixed matrices, equal ones once."""
     rows = _ROWS[device.type]
-    dtype, bits, warm, wait = torch.float32, torch.int32, 0.0, lambda: None
+    dtype, bits, seconds = torch.float32, torch.int32, 0.0
     if device.type == "cuda":
-        dtype, bits, warm = torch.bfloat16, torch.int16, _WARM_SECONDS
-        wait = partial(torch.cuda.synchronize, device)
+        dtype, bits, seconds = torch.bfloat16, torch.int16, _SECONDS
     generator = torch.Generator(device).manual_seed(0)
     a = torch.randn(rows, rows, generator=generator, device=device, dtype=dtype)
     b = torch.randn(rows, rows, generator=generator, device=device, dtype=dtype)
     made = torch.empty_like(a)
-    seconds: list[float] = []
     digests: list[int] = []
-    until = time.perf_counter() + warm
+    until = time.perf_counter() + seconds
     while len(digests) < _PRODUCTS or time.perf_counter() < until:
-        wait()
-        began = time.perf_counter()
         torch.mm(a, b, out=made)
-        wait()
-        seconds.append(time.perf_counter() - began)
         digests.append(int(made.view(bits).sum(dtype=torch.int64)))
     if device.type == "cuda":
         # The run's own peaks begin with the model.
@@ -262,7 +249,7 @@ def products(device: torch.device) -> tuple[float, tuple[int, ...]]:
     if os.environ.get("PYTORCH_TUNABLEOP_ENABLED") == "1" and len(found) == 1:
         # Each rank chooses its kernels by time: their bits may differ.
         found = ()
-    return min(seconds), found
+    return found
 
 
 def _wrong_products(ranks: Sequence[Rank]) -> Iterator[str]:
@@ -286,7 +273,7 @@ def _wrong_products(ranks: Sequence[Rank]) -> Iterator[str]:
             )
 
 
-def _odd_ranks(ranks: Sequence[Rank], slow_factor: float) -> Iterator[str]:
+def _odd_ranks(ranks: Sequence[Rank]) -> Iterator[str]:
     for keys, group in _groups(ranks, [rank.local_keys for rank in ranks]).items():
         if keys:
             yield (
@@ -296,17 +283,6 @@ def _odd_ranks(ranks: Sequence[Rank], slow_factor: float) -> Iterator[str]:
     devices = _groups(ranks, [rank.device for rank in ranks])
     if len(devices) > 1:
         yield f"the ranks have different devices: {_shares(devices)}. The slowest decides the speed"
-    for group in _groups(ranks, [rank.kind for rank in ranks]).values():
-        # The median of two ranks is the faster one.
-        middle = median_low(rank.product_seconds for rank in group)
-        for rank in group:
-            if rank.product_seconds > slow_factor * middle:
-                yield (
-                    f"{rank} is slow: a matrix product takes {rank.product_seconds * 1e3:.2f} ms, "
-                    f"{rank.product_seconds / middle:.1f} times as long as on the others. The "
-                    "others will wait for it at every step: look for other programs there and for "
-                    "a low clock (nvidia-smi -q -d PERFORMANCE), or leave the host out"
-                )
 
 
 # The folder

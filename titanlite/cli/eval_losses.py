@@ -53,7 +53,6 @@ _HARMLESS = (
     "debug",
     "fault_tolerance",
     "job",
-    "memory_estimation",
     "metrics",
     "optimizer",
     "sample",

@@ -150,15 +150,6 @@ class Comm(Section, frozen=True):
     """Collectives that the flight recorder keeps; 0: off."""
 
 
-class MemoryEstimation(Section, frozen=True):
-    """A plan instead of a run: memory, speed, time and disk (docs/plan.md)."""
-
-    enabled: bool = False
-    """Print the plan of the run, as `titanlite plan` does, and exit with 0. For the GPUs of this
-    machine or those of launch.instance_type; without both for h100-80g.
-    """
-
-
 class Guard(Section, frozen=True):
     """What to do about a loss or gradient that is not finite, or a spike."""
 

@@ -401,7 +401,6 @@ class Config(Section, frozen=True):
     comm: run.Comm = run.Comm()
     debug: run.Debug = run.Debug()
     profiling: run.Profiling = run.Profiling()
-    memory_estimation: run.MemoryEstimation = run.MemoryEstimation()
     stall: run.Stall = run.Stall()
     launch: run.Launch = run.Launch()
     ladder: run.Ladder = run.Ladder()

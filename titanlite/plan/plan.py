@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.config.errors import bad_flag, unfit
+from titanlite.config.errors import unfit
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.memory import NoFormula, estimate, with_vocabulary
 from titanlite.plan.optimizer import state_bytes
@@ -133,21 +133,18 @@ def in_gib(parts: Mapping[str, int]) -> dict[str, float]:
 def make_plan(
     run: RunConfig,
     cluster: Cluster,
-    rank: int | None = None,
     trace: Callable[[RunConfig, int], RankMemory] | None = None,
 ) -> Plan:
     """Plan a run on a cluster of as many GPUs as its mesh has ranks.
 
-    rank: None: the one with most memory, by formula. trace: (run, rank) → its memory instead, as
-    `titanlite.cli.plan.memory_trace` measures it.
+    Its memory is that of the rank that needs most, by formula. trace: (run, rank) → its memory
+    instead, as `titanlite.cli.plan.memory_trace` measures it.
 
-    Raises ConfigError for a model without formulas, unless it is traced, and for an unknown rank.
+    Raises ConfigError for a model without formulas, unless it is traced.
     """
     run = with_vocabulary(run)
-    if rank is not None and not 0 <= rank < run.mesh.world_size:
-        message = f"expected one of 0 … {run.mesh.world_size - 1}, got {rank}"
-        raise bad_flag("--rank", message)
-    if trace and rank is None:
+    rank = 0
+    if trace:
         with suppress(NoFormula):
             rank = estimate(run).rank
     legs: list[Leg] = []
@@ -158,7 +155,7 @@ def make_plan(
         if run.steps is not None and end is not None:
             steps = max(min(end, run.steps) - first + 1, 0)
         steady = run.steady_at(first)
-        memory = trace(steady, rank or 0) if trace else formula(steady, rank)
+        memory = trace(steady, rank) if trace else formula(steady)
         legs.append(Leg(steady, first, steps, memory, predict(steady, cluster)))
     memory = max((leg.memory for leg in legs), key=lambda memory: memory.peak.total)
     speed = legs[0].speed
@@ -168,13 +165,13 @@ def make_plan(
     return Plan(run, cluster, memory, trace is not None, speed, host, checkpoint, tuple(legs))
 
 
-def formula(run: RunConfig, rank: int | None = None) -> RankMemory:
-    """Return a rank's memory by formulas; None: of the one that needs most.
+def formula(run: RunConfig) -> RankMemory:
+    """Return the memory of the rank that needs most, by formulas.
 
     Raises ConfigError if none exist.
     """
     try:
-        return estimate(run, rank)
+        return estimate(run)
     except NoFormula as error:
         command = f"titanlite plan CONFIG --gpus {run.mesh.world_size} --gpu NAME --exact"
         hint = f"`{command}` traces a step of the code instead"

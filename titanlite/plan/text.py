@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
-from titanlite.plan.hardware import local_cluster
 from titanlite.plan.parts import FRAGMENTATION, GIB, PARTS, needed_bytes
-from titanlite.plan.plan import Plan, make_plan
-from titanlite.run.config import RunConfig
+from titanlite.plan.plan import Plan
 from titanlite.runs.text_tables import Style, Table, render
-from titanlite.utils import counted, escape, human_bytes, human_count, wants_color
+from titanlite.utils import counted, human_bytes, human_count
 
 _BAR = 24
 _UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "s": 1}
-#: The GPU that a run without one is planned for.
-_WITHOUT_GPU = "h100-80g"
 
 
 def plan_text(plan: Plan, style: Style) -> str:
@@ -25,26 +20,6 @@ def plan_text(plan: Plan, style: Style) -> str:
     lines += [f"  {label:<12} {text}" for label, text in plan_rows(plan)]
     lines += [style.dim(f"  assumed      {text}") for text in plan.speed.assumptions]
     return "\n".join(lines)
-
-
-def print_plan(run: RunConfig, gpus_per_node: int) -> None:
-    """Print a run's plan on this machine's GPUs, or on `launch.instance_type`.
-
-    gpus_per_node: ranks here; more than 8 are several machines. Raises ConfigError.
-    """
-    note = ""
-    name = _WITHOUT_GPU
-    if not run.launch.instance_type:
-        import torch
-
-        if torch.cuda.is_available():
-            name = torch.cuda.get_device_name()
-        else:
-            note = f"\nplanned for {name}, since this machine has no GPU"
-    cluster = local_cluster(run, name, gpus_per_node)
-    color = wants_color(sys.stdout, run.metrics.enable_color_printing)
-    text = plan_text(make_plan(run, cluster), Style(color))
-    print(escape(text + note, colors=True), flush=True)
 
 
 def verdict(plan: Plan) -> str:

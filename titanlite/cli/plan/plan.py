@@ -47,8 +47,6 @@ def add_command(commands: Commands) -> None:
     add("--instance", "kind of machine on AWS, as p5.48xlarge (default: that of [launch])", "TYPE")
     add("--nodes", "number of machines (default: that of [launch])", "N", type=at_least(1))
     add("--exact", "trace a step of the real code instead of formulas (tens of seconds)")
-    rank = "rank whose memory is shown (default: the one that needs most)"
-    add("--rank", rank, "N", type=at_least(0))
     add("--search", "propose the fastest settings that fit, as a file to lay over the config")
     add(
         "--measured",
@@ -75,7 +73,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         from titanlite.cli.plan.search import search
         from titanlite.cli.plan.search_text import search_text
 
-        for name in ("exact", "rank", "json", "keep"):
+        for name in ("exact", "json", "keep"):
             if getattr(arguments, name) is not None:
                 raise bad_flag(f"--{name}", "is not for a search", "plan what it proposes")
         result = search(config, run, cluster)
@@ -85,7 +83,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         trace = None
         if arguments.exact:
             trace = import_module("titanlite.cli.plan.memory_trace").trace
-        plan = make_plan(run, cluster, arguments.rank, trace)
+        plan = make_plan(run, cluster, trace)
         fits = plan.fits
         text = plan_text(plan, arguments.style)
         if not fits and not trace:

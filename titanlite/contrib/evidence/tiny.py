@@ -61,7 +61,6 @@ _IDLE = (
     "launch",
     "ladder",
     "profiling",
-    "memory_estimation",
     "metrics",
     "checkpoint",
 )
