@@ -51,7 +51,7 @@ def test_the_measured_peak_of_a_step_is_within_the_limit_of_its_plan(world, tmp_
     assert measured == pytest.approx(peak / GIB, rel=0.15)
     assert any(
         re.match(
-            r"memory +planned [\d.]+ GiB of tensors, [\d.]+ with overhead, of [\d.]+ per GPU, in ",
+            r"memory planned: [\d.]+ GiB of tensors, [\d.]+ with overhead, of [\d.]+ per GPU",
             one,
         )
         for one in said

@@ -1,4 +1,4 @@
-"""The plan in a run: its row, the check of its peak, the report of a run out of memory."""
+"""The report of a run out of memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from titanlite.data import DataError
 from titanlite.exit_codes import CONFIG, LOST_PEER, OUT_OF_MEMORY, VARIABLE, code_of, report_code
 from titanlite.metrics.watchdog import PeerError
 from titanlite.parallel.compile import CompileError
-from titanlite.plan import start_rows as rows_module
-from titanlite.plan.memory import estimate
 from titanlite.plan.out_of_memory import memory_report
-from titanlite.plan.parts import GIB, needed_bytes
-from titanlite.plan.start_rows import start_rows
 from titanlite.resolve.load import check_config
 from titanlite.run.config import RunConfig
 
@@ -80,21 +76,6 @@ def test_one_worker_of_a_machine_is_the_first_with_its_code(tmp_path, monkeypatc
     assert (tmp_path / "codes").read_text() == "0 7\n0 8\n0 8\n1 8\n"
     monkeypatch.delenv(VARIABLE)
     assert report_code(OUT_OF_MEMORY) and report_code(OUT_OF_MEMORY), "nobody knows"
-
-
-def test_the_row_of_the_start_report_stops_nothing(monkeypatch):
-    run = planned("llama3_1_8b.toml", 8)
-    needed = needed_bytes(estimate(run))
-    ((name, text),) = start_rows(run, 128_256, int(79.1 * GIB))
-    assert name == "memory" and f"{needed / GIB:.1f} with overhead, of 79.1 per GPU" in text
-    assert [name for name, _ in start_rows(run, 128_256, needed - 1)] == ["memory", "warning"]
-    compiled = planned("llama3_1_8b.toml", 8, "--training.compile")
-    assert start_rows(compiled, 128_256, GIB)[0][1].startswith("planned at most ")
-    assert start_rows(planned("hf_debug.toml", 1), 256, GIB) == [], "it has no formulas"
-    monkeypatch.setattr(rows_module, "estimate", lambda *_: {}["gone"])
-    assert start_rows(run, 128_256, GIB) == [
-        ("note", "the memory of this run is not planned: KeyError: 'gone'")
-    ]
 
 
 def test_the_report_needs_neither_a_gpu_nor_a_plan():

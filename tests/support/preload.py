@@ -23,7 +23,6 @@ MODULES = (
     "titanlite.main",
     "titanlite.models.llama",
     "titanlite.plan.memory",
-    "titanlite.plan.start_rows",
     "titanlite.runs.lock",
     "titanlite.runs.rank_logs",
     "titanlite.assembly.rank_checks",

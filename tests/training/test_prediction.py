@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -11,6 +12,7 @@ import torch
 
 from tests.support.tiny import EIGHT_STEPS
 from tests.support.whole_runs import make_trainer, outcome_of
+from tests.support.words import listening
 from titanlite.assembly import prediction_callback
 from titanlite.assembly.prediction_callback import KeptPrediction
 from titanlite.callbacks import Callback
@@ -137,7 +139,8 @@ def test_steps_after_a_rollback_count_from_its_checkpoint(tmp_path):
     assert row["step"] == 50
 
 
-def test_on_a_gpu_the_start_makes_the_plan_that_the_command_makes(tmp_path, capsys):
+@pytest.mark.parametrize("total", [139.7, 40.0])
+def test_on_a_gpu_the_start_makes_the_plan_that_the_command_makes(tmp_path, capsys, total):
     files = ["llama3_8b.toml", f"--job.dump_folder={tmp_path}"]
     assert main(["plan", *files, "--gpus", "8", "--gpu", "h200-141g", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -157,10 +160,18 @@ def test_on_a_gpu_the_start_makes_the_plan_that_the_command_makes(tmp_path, caps
     with (
         patch.object(prediction_callback, "device_name", lambda _: "NVIDIA H200"),
         patch.object(prediction_callback, "read_launch_env", lambda: ranks),
+        patch.object(prediction_callback, "total_memory_bytes", lambda _: total * 2**30),
+        listening() as said,
+        listening(logging.WARNING) as warned,
     ):
         watch.on_start(SimpleNamespace(step=0, steps=run.steps))
     assert read(tmp_path) == {"plan": plan}
     assert metrics.planned_tps == plan["tokens_per_second"]
+    told = f"memory planned: {plan['peak_gib']:.1f} GiB of tensors, {plan['needed_gib']:.1f} with "
+    told += f"overhead, of {total:.1f} per GPU"
+    assert plan["needed_gib"] > 40
+    assert any(line.startswith(told) for line in said)
+    assert any(line.startswith(told) for line in warned) == (total == 40)
 
 
 def test_figures_are_compared_by_hand():

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from titanlite.callbacks import Callback
 from titanlite.dist.launch_env import read_launch_env
 from titanlite.metrics.bad_step_log import FILE as GUARD
-from titanlite.metrics.throughput import device_name
+from titanlite.metrics.throughput import device_name, total_memory_bytes
 from titanlite.plan.hardware import local_cluster
 from titanlite.plan.memory import with_vocabulary
+from titanlite.plan.parts import GIB
 from titanlite.plan.plan import make_plan
 from titanlite.runs import PREDICTION
 from titanlite.runs.metrics_jsonl import MetricsLog
@@ -32,7 +33,7 @@ PATIENCE = 50
 
 
 class KeptPrediction(Callback):
-    """On rank 0. On a GPU it makes a plan where none of this run is kept."""
+    """On rank 0. On a GPU it makes a plan where none of this run is kept, and tells its memory."""
 
     def __init__(
         self, parts: TrainingComponents, attempts: AttemptRecord, metrics: MetricsLogger
@@ -65,10 +66,13 @@ class KeptPrediction(Callback):
             else:
                 text = f"the {name} in {PREDICTION} is of another run, by one of {[*known]}"
                 logger.warning(f"{text}: it is passed over")
-        if self._parts.world.device.type == "cuda" and "plan" not in self._found:
+        device = self._parts.world.device
+        if device.type == "cuda" and "plan" not in self._found:
             self._plan(run)
         if plan := self._found.get("plan"):
             self._metrics.planned_tps = plan["tokens_per_second"]
+            if device.type == "cuda":
+                _tell_memory(plan["peak_gib"], plan["needed_gib"], total_memory_bytes(device))
         if self._found:
             head = {"event": "predicted", "attempt": record.number, "time": timestamp()}
             record.write({**head, "predicted": self._found})
@@ -109,3 +113,12 @@ class KeptPrediction(Callback):
         logger.warning(text)
         row = {"step": step, "time": time.time(), "kind": "prediction", "figure": name}
         MetricsLog(self._folder / GUARD).write({**row, **one._asdict(), "message": text})
+
+
+def _tell_memory(peak: float, needed: float, total: int) -> None:
+    text = f"memory planned: {peak:,.1f} GiB of tensors, {needed:,.1f} with overhead"
+    text += f", of {total / GIB:,.1f} per GPU"
+    if needed * GIB > total:
+        logger.warning(f"{text}: the run may end with code 8")
+    else:
+        logger.info(text)

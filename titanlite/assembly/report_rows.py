@@ -77,8 +77,7 @@ def _rows(parts: TrainingComponents, run: RunConfig, peak: float | None) -> Iter
         if run.float8.enable_float8_linear and run.metrics.peak_tflops is None:
             mfu += ", its peak in bf16"
     yield "compute", f"{flops / 1e9:,.4g} GFLOPs per token, forward and backward{mfu}"
-    total = total_memory_bytes(builder.device)
-    memory = human_bytes(total)
+    memory = human_bytes(total_memory_bytes(builder.device))
     if builder.device.type == "cpu":
         threads = counted(torch.get_num_threads(), "threads")
         text = f"{run.mesh.world_size} x {device}, {memory} of memory, shared, {threads} each"
@@ -91,10 +90,6 @@ def _rows(parts: TrainingComponents, run: RunConfig, peak: float | None) -> Iter
     yield "mesh", mesh_text(run.mesh)
     for feature in run.features.on:
         yield from feature.report_rows(builder, parts.model)
-    if builder.device.type != "cpu":
-        from titanlite.plan.start_rows import start_rows
-
-        yield from start_rows(parts.run, parts.datasets.tokenizer.vocab_size, total)
     yield "data", _data(run, train)
     for name, rows in {"": train, **parts.datasets.validation}.items():
         title = "" if rows is train else f"validation {name}".strip()
