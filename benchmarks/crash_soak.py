@@ -365,7 +365,7 @@ class Soak:
         roots = self._root(run), self.reference / "checkpoint"
         sides = [Contents(step_folder(root, self.steps)) for root in roots]
         self.tally.tensors_unequal += sum(
-            1 for one in compare(*sides) if one.elements or not one.comparable
+            1 for one in compare(*sides) if one.elements or one.left != one.right
         )
 
 

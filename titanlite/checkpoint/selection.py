@@ -139,7 +139,7 @@ def difference_table(
     summary = ", ".join(f"{counts[kind]} {kind}" for kind in kinds)
     rows = []
     for name in sorted(found)[:_ROWS]:
-        rows.append([name, _shown(saved.get(name)), _shown(wanted.get(name)), found[name]])
+        rows.append([name, form_of(saved.get(name)), form_of(wanted.get(name)), found[name]])
     columns = ("tensor", "there", "here", "problem")
     table = render(Table(columns, rows, left=(0, 1, 2, 3)), terminal=False)
     lines = [f"{source} does not fit this model: {summary}"]
@@ -149,7 +149,8 @@ def difference_table(
     return "\n".join(lines)
 
 
-def _shown(entry: Sequence[Any] | None) -> str:
+def form_of(entry: Sequence[Any] | None) -> str:
+    """Return type and shape of a tensor."""
     if entry is None:
         return "–"
     # A tensor of a foreign file has its place.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import (
@@ -20,6 +20,7 @@ from titanlite.checkpoint.manifest import (
     step_of,
     steps_in,
 )
+from titanlite.checkpoint.selection import form_of
 from titanlite.checkpoint.store_paths import AnyPath, to_path
 from titanlite.cli.argument_parser import Commands, add_group, add_to_group
 from titanlite.cli.checkpoint_folders import (
@@ -32,9 +33,6 @@ from titanlite.cli.checkpoint_folders import (
 )
 from titanlite.runs.text_tables import Table, render
 from titanlite.utils import counted, human_bytes, human_time, say
-
-if TYPE_CHECKING:
-    from titanlite.cli.hub.compare_checkpoints import TensorDifference
 
 Answer = tuple[str, int]
 #: Exit status of `diff`, as that of the program of that name.
@@ -76,8 +74,8 @@ def _add_verify(actions: Commands) -> None:
 
 def _add_diff(actions: Commands) -> None:
     more = (
-        "Shown are missing ones, types, shapes, the largest absolute and relative difference. "
-        "They are read one tensor at a time, without a GPU."
+        "Shown are types and shapes, how many elements differ, and by how much at most. They are "
+        "read one tensor at a time, without a GPU."
     )
     code = f"{_CODES}; {DIFFERENT} when they differ."
     add = add_to_group(actions, _diff, "compare two, tensor by tensor", more, code).add
@@ -146,30 +144,15 @@ def _diff(arguments: argparse.Namespace) -> Answer:
     folders = [checkpoint_of(path) for path in (arguments.left, arguments.right)]
     from titanlite.cli.hub.compare_checkpoints import Contents, compare
 
-    left, right = (Contents(folder) for folder in folders)
-    found = list(compare(left, right))
-    differing = [one for one in found if one.elements or one.left != one.right]
-    head = f"--- {left.folder}\n+++ {right.folder}"
-    equal = len(found) - len(differing)
-    if not differing:
-        return f"{head}\nall {equal} tensors are equal", exit_codes.DONE
-    table = Table(
-        ("tensor", "", "differ", "largest", "relative"),
-        [_row(one) for one in differing],
-        left=(0, 1),
-    )
-    rest = f"{len(differing)} tensors differ, {equal} are equal"
+    found = list(compare(*map(Contents, folders)))
+    rows = []
+    for one in found:
+        figures = (f"{one.elements:,}", f"{one.largest:.3g}") if one.elements else ("", "")
+        if one.elements or one.left != one.right:
+            rows.append((one.name, form_of(one.left), form_of(one.right), *figures))
+    head = "--- {}\n+++ {}".format(*folders)
+    if not rows:
+        return f"{head}\nall {len(found)} tensors are equal", exit_codes.DONE
+    table = Table(("tensor", "---", "+++", "differ", "largest"), rows, left=(0, 1, 2))
+    rest = f"{len(rows)} tensors differ, {len(found) - len(rows)} are equal"
     return f"{head}\n{render(table)}\n{rest}", DIFFERENT
-
-
-def _row(one: TensorDifference) -> tuple[str, str, str, str, str]:
-    left = "{}{}".format(*one.left) if one.left else ""
-    right = "{}{}".format(*one.right) if one.right else ""
-    if not left:
-        return one.name, f"only in +++: {right}", "", "", ""
-    if not right:
-        return one.name, f"only in ---: {left}", "", "", ""
-    words = left if left == right else f"{left} and {right}"
-    if not one.comparable:
-        return one.name, words, "", "", ""
-    return one.name, words, f"{one.elements:,}", f"{one.absolute:.3g}", f"{one.relative:.3g}"

@@ -11,9 +11,8 @@ import importlib.util
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -32,8 +31,6 @@ from titanlite.models.spec import ModelSpec
 from titanlite.utils import human_bytes, pip_install
 
 _NO_TRANSFORMERS = f"transformers is not installed: {pip_install('transformers')}"
-#: Elements that are compared at a time, in float64.
-_CHUNK = 1 << 22
 
 
 @contextlib.contextmanager
@@ -72,8 +69,7 @@ class Contents:
         return state[name]
 
 
-@dataclass(frozen=True)
-class TensorDifference:
+class TensorDifference(NamedTuple):
     """How one tensor differs: `left`, `right` are [dtype, shape], None if there is no such
     tensor.
     """
@@ -81,15 +77,10 @@ class TensorDifference:
     name: str
     left: list[Any] | None
     right: list[Any] | None
-    #: Elements that differ, and the largest difference of them: |a - b|, and |a - b| / max(|a|,
-    #: |b|). 0 of tensors that cannot be compared. Infinity where one side alone is NaN or infinite.
+    #: Elements that differ (NaNs do not), and their largest difference, where both sides are alike
+    #: in type and shape.
     elements: int = 0
-    absolute: float = 0.0
-    relative: float = 0.0
-
-    @property
-    def comparable(self) -> bool:
-        return self.left is not None and self.right is not None and self.left[1] == self.right[1]
+    largest: float = 0.0
 
 
 def compare(left: Contents, right: Contents) -> Iterator[TensorDifference]:
@@ -98,37 +89,13 @@ def compare(left: Contents, right: Contents) -> Iterator[TensorDifference]:
     theirs = right.manifest.tensors
     for name in sorted({*ours, *theirs}):
         found = TensorDifference(name, ours.get(name), theirs.get(name))
-        if found.comparable:
-            found = TensorDifference(
-                name, found.left, found.right, *measure(left.read(name), right.read(name))
-            )
+        if found.left == found.right:
+            a, b = left.read(name), right.read(name)
+            differ = ~torch.isclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
+            if differ.any():
+                largest = torch.dist(a[differ].float(), b[differ].float(), math.inf)
+                found = found._replace(elements=int(differ.sum()), largest=largest.item())
         yield found
-
-
-def measure(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float, float]:
-    """Return how many elements differ (NaNs do not), and the largest absolute and relative
-    difference.
-    """
-    elements = 0
-    absolute = 0.0
-    relative = 0.0
-    for x, y in zip(a.flatten().split(_CHUNK), b.flatten().split(_CHUNK), strict=True):
-        if torch.equal(x, y):
-            continue
-        x = x.double()
-        y = y.double()
-        differ = (x != y) & ~(x.isnan() & y.isnan())
-        x = x[differ]
-        y = y[differ]
-        if not x.numel():
-            continue
-        elements += x.numel()
-        gap = (x - y).abs().nan_to_num(nan=math.inf)
-        scale = torch.maximum(x.abs(), y.abs())
-        ratio = torch.where(gap.isinf(), gap, gap / scale)
-        absolute = max(absolute, gap.max().item())
-        relative = max(relative, ratio.max().item())
-    return elements, absolute, relative
 
 
 #: Tokens of the sample.
