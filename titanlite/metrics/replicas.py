@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanlite.callbacks import Callback
 from titanlite.dist.dist_env import gather_objects
 from titanlite.dist.local_parts import bit_sum
 from titanlite.optim.bad_step_errors import name_ranks
+from titanlite.parallel.init import part_of
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
@@ -60,14 +60,12 @@ def _shared_parts(model: nn.Module, ranks: int) -> dict[tuple[str, tuple[int, ..
 
     found = {}
     for name, tensor in gather(model).items():
-        part, offset = tensor, tuple[int, ...]()
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
             divided = [n for n, how in enumerate(tensor.placements) if not how.is_replicate()]
             if math.prod(map(mesh.size, divided)) == ranks:
                 continue
-            part = tensor.to_local()
-            _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+        part, offset = part_of(tensor)
         if part.numel():
-            found[name.removeprefix("model."), tuple(offset)] = int(bit_sum(part))
+            found[name.removeprefix("model."), offset] = int(bit_sum(part))
     return found
