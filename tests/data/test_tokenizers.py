@@ -263,7 +263,7 @@ def test_a_model_without_bos_or_eos(tmp_path, name):
     )
 
 
-def test_published_ranks_have_the_pattern_and_names_of_their_model(tmp_path, monkeypatch):
+def test_published_ranks_of_other_models_are_refused(tmp_path, monkeypatch):
     content = BUNDLED_TOKENIZER.read_bytes() + base64.b64encode(b"I'm") + b" 2048\n"
     path = tmp_path / "tokenizer.model"
     # Other ends of lines are the same ranks.
@@ -275,25 +275,12 @@ def test_published_ranks_have_the_pattern_and_names_of_their_model(tmp_path, mon
     with pytest.raises(DataError, match=r"tokenizer\.model: its ranks are not published\."):
         load_tokenizer(str(path), "qwen3")
     digest = hashlib.sha256(content).hexdigest()
-    monkeypatch.setitem(tiktoken_ranks.PUBLISHED, digest, "Llama 4")
-    for family in ("llama3", "llama4"):
-        found = load_tokenizer(str(path), family)
-        assert found.encode("I'm") == [2048]
-        assert (found.vocab_size, found.bos_id, found.eos_id) == (2049 + 2048, 2049, 2050)
-        assert found.fingerprint != unknown.fingerprint
-        # Meta's names by id less 200,000.
-        special = [*found.special_tokens]
-        assert [special[5], special[1133]] == [
-            "<|header_start|>",
-            "<|vision_reserved_special_token_1047|>",
-        ]
-        assert found.stop_ids == [found.eos_id, 2049 + 8, 2049 + 7]
     monkeypatch.setitem(tiktoken_ranks.PUBLISHED, digest, "Qwen")
     with pytest.raises(DataError, match=r"are those of Qwen\. .* give the tokenizer\.json"):
         load_tokenizer(str(path), "llama3")
 
 
-def test_patterns_and_hashes_are_those_of_the_library(monkeypatch):
+def test_hashes_are_those_of_the_library(monkeypatch):
     hashes = []
 
     def load(url, expected_hash):
@@ -302,7 +289,7 @@ def test_patterns_and_hashes_are_those_of_the_library(monkeypatch):
 
     monkeypatch.setattr(openai_public, "load_tiktoken_bpe", load)
     published = ("r50k_base", "p50k_base", "cl100k_base", "o200k_base")
-    found = {name: getattr(openai_public, name)() for name in published}
-    assert found["o200k_base"]["pat_str"] == tiktoken_ranks.SPLIT_PATTERN_4
+    for name in published:
+        getattr(openai_public, name)()
     for name, one in zip(published, hashes, strict=True):
         assert name in tiktoken_ranks.PUBLISHED[one]

@@ -17,7 +17,7 @@ from titanlite.data import DataError
 from titanlite.data.tokenizer.base import Tokenizer
 from titanlite.data.tokenizer.hf_json import JsonTokenizer
 from titanlite.data.tokenizer.load_local import Kind
-from titanlite.data.tokenizer.tiktoken_ranks import TiktokenTokenizer
+from titanlite.data.tokenizer.tiktoken_ranks import SPLIT_PATTERN, TiktokenTokenizer
 
 CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
 #: Texts whose ids are compared: spaces at each place, digits, contractions, code, scripts, accents
@@ -172,7 +172,7 @@ def as_tokenizer_json(content: bytes, kind: Kind, tokenizer: Tokenizer) -> bytes
     if kind == "sentencepiece":
         parsed = _of_sentencepiece(content)
     elif isinstance(tokenizer, TiktokenTokenizer):
-        parsed = _of_ranks(content, tokenizer.pattern, list(tokenizer.special_tokens))
+        parsed = _of_ranks(content, list(tokenizer.special_tokens))
     else:
         assert isinstance(tokenizer, JsonTokenizer)
         parsed = json.loads(content)
@@ -211,14 +211,14 @@ def _begin_with(name: str, number: int) -> dict[str, Any]:
     }
 
 
-def _of_ranks(content: bytes, pattern: str, special: list[str]) -> dict[str, Any]:
+def _of_ranks(content: bytes, special: list[str]) -> dict[str, Any]:
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     with tempfile.NamedTemporaryFile(prefix="titanlite-ranks-") as file:
         file.write(content)
         file.flush()
         converter = TikTokenConverter(
-            vocab_file=file.name, pattern=pattern, extra_special_tokens=special
+            vocab_file=file.name, pattern=SPLIT_PATTERN, extra_special_tokens=special
         )
         parsed: dict[str, Any] = json.loads(converter.converted().to_str())
     return parsed

@@ -1,10 +1,10 @@
 """Byte-pair tokenizers from tiktoken rank files, with the split pattern and special tokens of
-Llama 3 or 4.
+Llama 3.
 
 A rank file holds one entry per line: the token's bytes in base64, a space, its rank. It says
-nothing of the pattern and the special tokens, which follow the last rank. So published files are
-known by their ranks, and others have those of Llama 3. Meta's file of it gives 128,000 + 256 ids,
-that of Llama 4 200,000 + 2,048, the bundled one 2,048 + 256 = 36 x 64.
+nothing of the pattern and the special tokens, which follow the last rank. So published files of
+other models are known by their ranks, and refused. Meta's file gives 128,000 + 256 ids, the bundled
+one 2,048 + 256 = 36 x 64.
 """
 
 from __future__ import annotations
@@ -43,46 +43,6 @@ SPECIAL_TOKENS: tuple[str, ...] = (
     *(f"<|reserved_special_token_{i}|>" for i in range(5, 251)),
 )
 
-#: Pattern of Llama 4: that of o200k_base.
-SPLIT_PATTERN_4 = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-SPECIAL_TOKENS_4: tuple[str, ...] = (
-    BOS,
-    EOS,
-    "<|fim_prefix|>",
-    "<|fim_middle|>",
-    "<|fim_suffix|>",
-    "<|header_start|>",
-    "<|header_end|>",
-    "<|eom|>",
-    "<|eot|>",
-    "<|step|>",
-    *(f"<|text_post_train_reserved_special_token_{i}|>" for i in range(6)),
-    "<|python_start|>",
-    "<|python_end|>",
-    "<|finetune_right_pad|>",
-    *(f"<|text_post_train_reserved_special_token_{i}|>" for i in range(8, 69)),
-    "<|image_start|>",
-    "<|image_end|>",
-    *(f"<|vision_reserved_special_token_{i}|>" for i in range(2)),
-    "<|tile_x_separator|>",
-    "<|tile_y_separator|>",
-    *(f"<|vision_reserved_special_token_{i}|>" for i in range(2, 6)),
-    "<|image|>",
-    "<|vision_reserved_special_token_6|>",
-    "<|patch|>",
-    *(f"<|vision_reserved_special_token_{i}|>" for i in range(7, 1048)),
-    *(f"<|reasoning_reserved_special_token_{i}|>" for i in range(8)),
-    "<|reasoning_thinking_start|>",
-    "<|reasoning_thinking_end|>",
-    *(f"<|reserved_special_token_{i}|>" for i in range(904)),
-)
-
 #: SHA-256 of published files → whose they are.
 PUBLISHED = {
     "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55": "Llama 3",
@@ -105,27 +65,23 @@ _MAX_RUN_CHARS = 25_000
 
 
 class TiktokenTokenizer(Tokenizer):
-    """Llama 3's tokenizer over any ranks, or Llama 4's. Text never becomes a special token."""
+    """Llama 3's tokenizer over any ranks. Text never becomes a special token."""
 
     named_by = "Llama 3"
 
     def __init__(
-        self,
-        ranks: dict[bytes, int],
-        special_tokens: tuple[str, ...] = SPECIAL_TOKENS,
-        pattern: str = SPLIT_PATTERN,
+        self, ranks: dict[bytes, int], special_tokens: tuple[str, ...] = SPECIAL_TOKENS
     ) -> None:
         """`ranks` maps bytes to 0 … len(ranks) - 1, every single byte among them."""
         specials = {token: len(ranks) + i for i, token in enumerate(special_tokens)}
-        self.pattern = pattern
         self._encoding = tiktoken.Encoding(
-            name="titanlite", pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials
+            name="titanlite", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials
         )
         self.special_tokens = specials
         self.vocab_size = len(ranks) + len(specials)
         self.bos_id = specials[BOS]
         self.eos_id = specials[EOS]
-        digest = hashlib.sha256(pattern.encode())
+        digest = hashlib.sha256(SPLIT_PATTERN.encode())
         for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
             digest.update(b"%d %d " % (rank, len(token)) + token)
         for name, token_id in specials.items():
@@ -153,7 +109,7 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def load_ranks(content: bytes, path: Path, family: str) -> TiktokenTokenizer:
-    """Return the tokenizer of a rank file, with its model's pattern and special tokens.
+    """Return the tokenizer of a rank file.
 
     Unpublished ranks are Llama 3's. Raises DataError for another family, and for published ranks of
     other models.
@@ -163,16 +119,12 @@ def load_ranks(content: bytes, path: Path, family: str) -> TiktokenTokenizer:
     for token, rank in ranks.items():
         digest.update(b"%s %d\n" % (base64.b64encode(token), rank))
     owner = PUBLISHED.get(digest.hexdigest(), "Llama 3" if family == "llama3" else "")
-    if owner == "Llama 4":
-        found = TiktokenTokenizer(ranks, SPECIAL_TOKENS_4, SPLIT_PATTERN_4)
-        found.named_by = owner
-        return found
     if owner != "Llama 3":
         whose = f"are those of {owner}" if owner else "are not published"
         raise DataError(
             f"model.tokenizer_path: {path}: its ranks {whose}. A tiktoken file holds neither the "
-            "pattern that splits text nor special tokens, which titanlite knows of Llama 3 and 4; "
-            "give the tokenizer.json of the model"
+            "pattern that splits text nor special tokens, which titanlite knows of Llama 3; give "
+            "the tokenizer.json of the model"
         )
     return TiktokenTokenizer(ranks)
 
