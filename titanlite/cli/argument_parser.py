@@ -80,7 +80,7 @@ def add_to_group(
     return new_command(actions, run, name, help, f"{help[0].upper()}{help[1:]}. {more}", epilog)
 
 
-#: Commands and options of earlier versions → what does their work now.
+#: Commands and options of published versions → what does their work now.
 GONE = {
     "completion": "editors complete keys by train_configs/titanlite.schema.json (docs/config.md)",
     "run": "`titanlite train CONFIG` trains on all GPUs of this machine",
@@ -106,13 +106,11 @@ GONE = {
         "`titanlite export` writes Hugging Face and PEFT folders, and "
         "checkpoint.initial_load_path reads those and torchtitan's"
     ),
-    "verify-resume": "`titanlite prove CONFIG` compares a resumed run with an undisturbed one",
     "config diff": "`diff` compares what `titanlite config show` prints of each file",
     "config explain --changed": "`titanlite config show --changed` prints them",
     "config show --aws-fsdp": "docs/from-aws-fsdp.md has the key of each argument",
     "data peek --rank": "--first N has the number of a sequence, as in guard.jsonl",
     "data peek --step": "--first N has the number of a sequence, as in guard.jsonl",
-    "data prepare --record": "docs/data.md has commands that write other records as these",
     "data verify": "`titanlite data prepare` with the same arguments checks and mends its folder",
     "doctor --json": "the exit status tells whether there are errors",
     "eval --nproc-per-node": "`torchrun --nproc_per_node 8 -m titanlite eval` starts several ranks",
@@ -122,25 +120,18 @@ GONE = {
     ),
     "ladder --at": "name the config of the size",
     "ladder --gpu": "`titanlite plan` tells time and memory of a run",
-    "ladder --fit": "the same command fits the finished runs again",
     "ladder --gpus": "set training.global_batch_size",
     "ladder --json": "points.json has the results",
     "launch sagemaker": "docs/launch/sagemaker.md has a script for its SDK",
-    "launch skypilot": "a task of SkyPilot runs `titanlite train` (docs/launch/README.md)",
     "mup check --device": "CUDA_VISIBLE_DEVICES= chooses the CPU",
-    "mup check --layers": "give the key --model.overrides.n_layers N",
     "plan --allow": "give --float8.enable_float8_linear to plan --search",
     "plan --html": "the text and --json have the memory by part",
-    "plan --mtbf": "docs/plan.md has the formula of the best save interval",
     "plan --price": "multiply the hours by the number of machines and your price",
-    "plan --restart-time": "docs/plan.md has the formula of the best save interval",
-    "plan --save-time": "docs/plan.md has the formula of the best save interval",
+    "plan --rank": "a plan is of the rank that needs most",
     "plan --tokens": "give the key --training.tokens N",
     "plan --write": "copy the file that --search prints",
     "push --base": "`titanlite export --base`, then push the folder",
-    "push --merged": "`titanlite export` merges adapters; then push the folder",
     "push --step": "name the checkpoint, as RUN/checkpoint/step-N",
-    "runs --compare": "docs/runs.md has a script that puts runs side by side",
     "runs --out": "TensorBoard overlays the curves of runs",
     "sample --batch-size": "the texts of a command are sampled one after the other",
     "sample --chat-template": "set data.chat_template, or put chat_template.jinja by the tokenizer",

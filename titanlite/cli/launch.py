@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +17,6 @@ from titanlite.cli.argument_parser import FLAGS, Commands, add_files, files_of, 
 from titanlite.config.checks import broken, closed_urls, missing_files, placed
 from titanlite.config.errors import Problem, refuse, unfit
 from titanlite.config.load import find_config, read
-from titanlite.config.toml import loads
 from titanlite.launch.job import CONFIG, Job, LaunchError, files_of_job, machine_of
 from titanlite.resolve.load import resolve, unnamed_tokenizer
 from titanlite.utils import REMOVED, say
@@ -26,8 +24,6 @@ from titanlite.utils import REMOVED, say
 How = Literal["print", "write", "submit"]
 #: Folder of a job below job.dump_folder.
 FOLDER = "launch"
-#: Keys of [model] that make it another one.
-_MODEL = ("name", "flavor", "overrides", "vocab_size")
 #: System → its module, with `files(job)`, `advice(job)` and `submit(job)`; some also have
 #: `warnings(job)` and `follow(job)`.
 _SYSTEMS = {
@@ -154,20 +150,10 @@ def write(job: Job, files: Mapping[str, str]) -> None:
         raise LaunchError(
             f"cannot make {job.folder} ({error.strerror}); --dry-run prints the job instead"
         ) from error
-    # A damaged one counts as none.
-    models = []
-    with suppress(FileNotFoundError, ValueError, KeyError, AttributeError):
-        for text in ((job.folder / CONFIG).read_text("utf-8"), job.config):
-            model = loads(text)["model"]
-            models.append([model.get(key) for key in _MODEL])
-    other = ""
     others = files_of_job(job.folder)
-    if models and models[0] != models[-1]:
-        other = "model, {} {}".format(*models[0])
-    elif others is not None and others != job.files:
-        other = f"config, {', '.join(others) or 'of flags alone'}"
-    if other:
-        message = f"{job.folder} holds the job of another {other}"
+    if others is not None and others != job.files:
+        other = ", ".join(others) or "of flags alone"
+        message = f"{job.folder} holds the job of another config, {other}"
         hint = "give each its own folder with --job.dump_folder, or remove that one"
         raise unfit("job.dump_folder", message, hint)
     for name, text in {CONFIG: job.config_with_files, **files}.items():

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from titanlite.assembly.build import TrainingComponents
-    from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Config
     from titanlite.data.dataset_builder import Share
     from titanlite.features.tasks.run import TaskRun
@@ -42,13 +41,6 @@ class TaskEvaluation(Feature):
         self.section = config.eval
 
     # Before the ranks start
-
-    def contradictions(self, config: LoadedConfig) -> Iterator[Problem]:
-        for name in self.section.tasks:
-            if name.endswith((".json", ".yaml", ".yml")) or "/" in name:
-                message = f"{name!r} is a file, and tasks are named as their files name them"
-                hint = "name the task, and in eval.include_path the folder of its YAML file"
-                yield Problem("unknown-value", KEY, message, hint)
 
     def missing_packages(self, is_installed: Callable[[str], bool]) -> Iterator[Problem]:
         if not is_installed(HARNESS):
