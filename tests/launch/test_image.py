@@ -52,10 +52,13 @@ ARGUMENTS = [
     "PIP_OPTIONS=--no-deps",
     "REQUIREMENTS=msgspec>=0.19 jinja2>=3.1.6 markupsafe",
 ]
+#: A public PyTorch image has its own Python, before that of the distribution.
+OWN_PYTHON = "apt-get update && apt-get install -y python3-venv && python3 -m venv /opt/conda"
 
 
 @pytest.mark.soak
-def test_the_image_is_built_and_trains(tmp_path):
+@pytest.mark.parametrize("scripts", ["/usr/local/bin", "/opt/conda/bin"])
+def test_the_image_is_built_and_trains(scripts, tmp_path):
     if lacks := [name for name in ("buildah", "mmdebstrap") if shutil.which(name) is None]:
         warnings.warn(
             message := f"no {' and '.join(lacks)} here: apt-get install buildah mmdebstrap",
@@ -84,8 +87,11 @@ def test_the_image_is_built_and_trains(tmp_path):
         place.write_text("#!/bin/sh\n")
         place.chmod(0o755)
     lines = ["FROM scratch", "ADD base.tar /", "COPY ca.crt /", "COPY opt /opt"]
-    variables = {"PIP_CERT": "/ca.crt", **LAYOUT, "LD_PRELOAD": NCCL}
+    has_own = "conda" in scripts
+    layout = {**LAYOUT, "PATH": f"{scripts}:{LAYOUT['PATH']}"} if has_own else LAYOUT
+    variables = {"PIP_CERT": "/ca.crt", **layout, "LD_PRELOAD": NCCL}
     lines += [f"ENV {name}={value}" for name, value in variables.items()]
+    lines += [f"RUN {OWN_PYTHON}"] if has_own else []
     (base / "Dockerfile").write_text("\n".join(lines))
     shutil.copy(CERTIFICATES, base / "ca.crt")
     command = ["mmdebstrap", "--quiet", "--variant=minbase", "bookworm", str(base / "base.tar")]
@@ -104,7 +110,7 @@ def test_the_image_is_built_and_trains(tmp_path):
         start = ["run", "--isolation=chroot", container, "--", "/usr/local/bin/entrypoint.sh"]
         assert buildah(
             *start, "sh", "-c", "id -u; pwd; touch here; command -v titanlite; ls -A /opt/titanlite"
-        ).split() == ["1000", "/workspace", "/usr/local/bin/titanlite"]
+        ).split() == ["1000", "/workspace", f"{scripts}/titanlite"]
         assert "#SBATCH" in buildah(
             *start,
             "titanlite",
@@ -116,7 +122,7 @@ def test_the_image_is_built_and_trains(tmp_path):
         )
         assert buildah(*start, "sh", "-c", "exit 42", code=42) == ""
         variables = dict(line.partition("=")[::2] for line in buildah(*start, "env").splitlines())
-        assert LAYOUT.items() <= variables.items()
+        assert layout.items() <= variables.items()
         assert buildah(*start, "sh", "-c", "command -v mpirun") == "/opt/amazon/openmpi/bin/mpirun"
         if sys.version_info[:2] == (3, 11):  # the base's Python
             start.insert(1, f"--volume={sysconfig.get_path('purelib')}:{PACKAGES}:ro")
