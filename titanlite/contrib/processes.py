@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import titanlite
 from titanlite import exit_codes
@@ -125,7 +126,7 @@ def run(
 
 
 def end(
-    process: subprocess.Popen[bytes],
+    process: subprocess.Popen[Any],
     ask: signal.Signals = signal.SIGTERM,
     grace: float = GRACE_SECONDS,
 ) -> None:
@@ -142,7 +143,7 @@ def end(
             raise
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: subprocess.Popen[Any]) -> None:
     """Kill a command, if it still runs, and all that it started, at once."""
     if process.poll() is None:
         for pid in [*_descendants(process.pid), process.pid]:

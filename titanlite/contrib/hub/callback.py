@@ -19,6 +19,7 @@ from titanlite.callbacks import Callback, RunEnd
 from titanlite.checkpoint.manifest import step_of
 from titanlite.checkpoint.store_paths import AnyPath
 from titanlite.contrib.hub.upload import MAIN
+from titanlite.contrib.processes import end
 from titanlite.runs import HUB
 from titanlite.utils import is_dotted, logger
 
@@ -62,8 +63,7 @@ class HubUploads(Callback):
             words = ["titanlite", "push", str(folder), section.hub, "--branch", f"step-{step}"]
             if is_last:
                 words += ["--branch", MAIN]
-            is_exported = step_of(folder) is None
-            if section.hub_dtype and not is_exported:
+            if section.hub_dtype and step_of(folder) is not None:
                 words += ["--dtype", section.hub_dtype]
             if self._trusts_code:
                 words.append("--trust-code")
@@ -86,12 +86,8 @@ class HubUploads(Callback):
     def _stop(self) -> None:
         self._stopped = True
         self._pool.shutdown(wait=False, cancel_futures=True)
-        if (process := self._process) is not None:
-            process.terminate()
-            try:
-                process.wait(_GRACE)
-            except subprocess.TimeoutExpired:
-                process.kill()
+        if self._process is not None:
+            end(self._process, grace=_GRACE)
         if self._missing:
             lead = f"not uploaded to {self._section.hub}; these commands do it:"
             logger.warning("\n  ".join([lead, *self._missing]))

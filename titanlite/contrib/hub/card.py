@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 from titanlite.checkpoint.hf_files import PEFT_CONFIG
 from titanlite.config.toml import TOMLDecodeError, loads, quote
@@ -53,11 +52,6 @@ def _card(weights: Weights, base: str, place: tuple[str, str], license: str | No
     from huggingface_hub import ModelCard, ModelCardData
 
     repository, branch = place
-    figures: dict[str, Any] = dict(weights.figures)
-    if (manifest := weights.manifest) is not None:
-        figures |= {"tokens_seen": manifest.train.get("tokens_seen")}
-        if manifest.validation_loss is not None:
-            figures["validation_loss"] = manifest.validation_loss
     data = ModelCardData(
         base_model=base if "/" in base else None,
         library_name="peft" if base else "transformers",
@@ -73,9 +67,9 @@ def _card(weights: Weights, base: str, place: tuple[str, str], license: str | No
         base=base,
         step=weights.step,
         steps=weights.run.steps,
-        figures=figures,
-        tasks={name: figures[name] for name in figures if name.startswith(TASKS)},
-        manifest=manifest,
+        figures=weights.figures,
+        tasks=TASKS,
+        manifest=weights.manifest,
         mark=MARK,
     )
     return str(text)

@@ -66,7 +66,7 @@ def _run(arguments: argparse.Namespace) -> str:
     work: Path = arguments.folder
     # A folder of somebody else could lead elsewhere.
     refuse_links(work.parent, work)
-    api = open_repository(arguments.repository, True if arguments.private else None)
+    api = open_repository(arguments.repository, arguments.private or None)
     work.mkdir(parents=True, exist_ok=True)
     with stoppable(), tempfile.TemporaryDirectory(prefix="titanlite-push-", dir=work) as folder:
         exported = export(weights, Path(folder) / "weights", arguments)

@@ -43,8 +43,7 @@ def open_repository(repository: str, private: bool | None) -> Any:
     problem = contact_problem("hf://")
     if problem is not None:
         raise HubError(f"{problem}; see HF_ENDPOINT, HTTPS_PROXY, HF_HUB_OFFLINE")
-    token = get_token()
-    if not token or not token.isascii():
+    if not get_token():
         raise HubError(
             "an upload needs a token that may write, as HF_TOKEN or by `hf auth login`: "
             "https://huggingface.co/settings/tokens makes one"

@@ -104,15 +104,14 @@ def check_members(
 
 
 def _shared(run: RunConfig, own: Path) -> list[Problem]:
-    found = {}
-    if not Path(run.checkpoint.folder).resolve().is_relative_to(own.resolve()):
-        found["checkpoint.folder"] = run.checkpoint.folder
-    if run.checkpoint.hub:
-        found["checkpoint.hub"] = run.checkpoint.hub
+    found = {"checkpoint.folder": run.checkpoint.folder, "checkpoint.hub": run.checkpoint.hub}
+    if Path(run.checkpoint.folder).resolve().is_relative_to(own.resolve()):
+        del found["checkpoint.folder"]
     hint = "leave it out, so that each run has its own"
     return [
         Problem("does-not-fit", key, f"all runs would share {path!r}", hint)
         for key, path in found.items()
+        if path
     ]
 
 

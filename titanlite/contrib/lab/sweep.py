@@ -26,7 +26,7 @@ from titanlite.cli import at_least
 from titanlite.cli.argument_parser import FLAGS, Commands, add_files, files_of, new_command
 from titanlite.cli.run_figures import to_json
 from titanlite.config.aliases import is_subsection, key_of
-from titanlite.config.errors import Problem, refuse, unfit
+from titanlite.config.errors import ConfigError, Problem, refuse, unfit
 from titanlite.config.load import read
 from titanlite.config.raw_values import Entry
 from titanlite.config.toml import join, quote, quote_key
@@ -38,7 +38,7 @@ from titanlite.utils import atomic_write, public, public_tree
 
 RESULTS = "results.json"
 #: Keys that would take a run out of its folder, or change its files.
-_FIXED = ("job.dump_folder", "job.config_file", "job.extends", "job.dialect")
+_FIXED = {"job.dump_folder", "job.config_file", "job.extends", "job.dialect"}
 _LONGEST_NAME = 120
 _EPILOG = f"""{FLAGS} Exit status: 0 when each run is done or diverged, 1 when one failed or none is
 done, 2 for a wrong config, 4 where another sweep runs in the folder, 130 after Ctrl-C. Ranges,
@@ -90,39 +90,35 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 def points_of(table: Entry) -> list[Values]:
     """Return the points of a table [sweep]: each of `points` with all combinations of the lists.
 
-    Raises ConfigError with all that is wrong.
+    Raises ConfigError.
     """
     lists = dict(_flat(table.value))
-    problems = []
     for name, value in lists.items():
         if not isinstance(value, list) or not value:
-            message = f"expected a list of values, got {quote(value)}"
-            problems.append(_problem(table, name, message))
-    refuse(problems)
+            raise _error(table, name, f"expected a list of values, got {quote(value)}")
     given = lists.pop("points", [{}])
     if not all(isinstance(point, dict) for point in given):
-        raise unfit("[sweep] points", "expected tables, each below a line [[sweep.points]]")
+        raise _error(table, "points", "expected tables, each below a line [[sweep.points]]")
     together = [dict(_flat(point)) for point in given]
     in_points = {key_of(name) for point in together for name in point}
-    for key in [key_of(name) for name in lists]:
-        if key in in_points:
-            problems.append(_problem(table, key, "is varied twice: by itself and in points"))
-    for key in sorted(in_points.union(map(key_of, lists)).intersection(_FIXED)):
-        hint = "each run has its own folder below --folder"
-        problems.append(_problem(table, key, "cannot vary", hint))
+    alone = set(map(key_of, lists))
+    for key in in_points & alone:
+        raise _error(table, key, "is varied twice: by itself and in points")
+    for key in (in_points | alone) & _FIXED:
+        raise _error(table, key, "cannot vary", "each run has its own folder below --folder")
     points: list[Values] = []
     for point in together:
         for chosen in itertools.product(*lists.values()):
             points.append({**point, **dict(zip(lists, chosen, strict=True))})
     if not all(points):
-        problems.append(_problem(table, "", "a point sets no key", 'as "optimizer.lr" = [1e-3]'))
-    refuse(problems)
+        raise _error(table, "", "a point sets no key", 'as "optimizer.lr" = [1e-3]')
     return points
 
 
-def _problem(table: Entry, name: str, message: str, hint: str = "") -> Problem:
+def _error(table: Entry, name: str, message: str, hint: str = "") -> ConfigError:
     key = f"[sweep] {name}".rstrip()
-    return Problem("does-not-fit", key, message, hint, table.place(f".{quote_key(name)}"))
+    place = table.place(f".{quote_key(name)}")
+    return ConfigError([Problem("does-not-fit", key, message, hint, place)])
 
 
 def _flat(table: Values, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -168,7 +164,10 @@ def report(
 
     points: by the names that the table shows.
     """
-    rows = sorted(zip(points, results, strict=True), key=lambda row: _order(row[1]))
+    rows = sorted(
+        zip(points, results, strict=True),
+        key=lambda row: (row[1].state != "done", row[1].loss or math.inf),
+    )
     runs = []
     lines = []
     notes = []
@@ -188,10 +187,6 @@ def report(
     is_whole = best.state == "done" and all(result.is_final for result in results)
     table = render(Table([*labels, "loss", "state"], lines, left=(len(labels) + 1,)))
     return "\n".join([table, "", *notes]), exit_codes.DONE if is_whole else exit_codes.ERROR
-
-
-def _order(result: MemberResult) -> tuple[bool, float]:
-    return result.state != "done", math.inf if result.loss is None else result.loss
 
 
 def shown(value: Any) -> str:

@@ -73,8 +73,6 @@ def plan_copies(
     number: int, folder: LocalFolder, world: DistEnv, group: dist.ProcessGroup | None
 ) -> Copies:
     """Return who keeps what, with `number` copies of each part. All ranks call it together."""
-    if not number:
-        return Copies(folder)
     stat = os.stat(folder.root)
     found = gather_objects((socket.gethostname(), stat.st_dev, stat.st_ino), group)
     places = places_of(found)
@@ -134,7 +132,7 @@ def transfer(
         streams: dict[int, BinaryIO] = {}
         for rank, (path, _) in outgoing.items():
             with contextlib.suppress(OSError):
-                streams[rank] = stack.enter_context(path.open("rb", buffering=0))
+                streams[rank] = stack.enter_context(path.open("rb"))
         for start in range(0, max(sizes, default=0), BLOCK):
             blocks = []
             requests = []
@@ -201,12 +199,7 @@ class Incoming:
 
 def _read_block(stream: BinaryIO | None, count: int) -> torch.Tensor:
     """Return the next bytes [count, uint8], zeros where they cannot be read."""
-    block = torch.zeros(count, dtype=torch.uint8)
-    view = block.numpy().data
+    data = b""
     with contextlib.suppress(OSError):
-        while view and stream is not None:
-            read = stream.readinto(view)  # type: ignore[attr-defined]
-            if not read:
-                break
-            view = view[read:]
-    return block
+        data = stream.read(count) if stream else b""
+    return torch.frombuffer(bytearray(data.ljust(count, b"\0")), dtype=torch.uint8)

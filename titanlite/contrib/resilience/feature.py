@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from titanlite.config.loaded import LoadedConfig
-    from titanlite.config.sections import Checkpoint, Config
+    from titanlite.config.sections import Config
     from titanlite.contrib.resilience.manager import LocalSchedule, TieredCheckpointer
     from titanlite.parallel.parallelize import ModelBuilder
 
@@ -23,26 +23,6 @@ if TYPE_CHECKING:
 KEY = "checkpoint.local_folder"
 #: Stands for the number of a rank on its node.
 PLACE = "{local_rank}"
-
-
-def _problems(section: Checkpoint) -> Iterator[Problem]:
-    folder = section.local_folder or ""
-    plain = folder.replace(PLACE, "")
-    hint = f"name a folder of each node, such as /local/saves; {PLACE} may stand in it"
-    # A variable gets its value on the machines of the job.
-    is_known = "${" not in folder
-    if is_url(folder):
-        yield Problem("url", KEY, f"{quote(folder)} is a store, which all nodes share", hint)
-    elif is_known and ("{" in plain or "}" in plain):
-        yield Problem("unknown-value", KEY, f"{quote(folder)} has another field than {PLACE}", hint)
-    elif is_known and not os.path.isabs(folder):
-        yield Problem("unknown-value", KEY, f"{quote(folder)} does not begin with /", hint)
-    if section.interval_type == "steps" and section.local_interval >= section.interval:
-        message = (
-            f"is {section.local_interval}, and checkpoint.interval = {section.interval} saves as "
-            "often"
-        )
-        yield Problem("conflict", "checkpoint.local_interval", message, "lower it, or raise that")
 
 
 class LocalSaves(Feature):
@@ -53,8 +33,28 @@ class LocalSaves(Feature):
     def __init__(self, config: Config) -> None:
         self.section = config.checkpoint
 
-    def contradictions(self, config: LoadedConfig) -> Iterable[Problem]:
-        return _problems(config.sections.checkpoint)
+    def contradictions(self, config: LoadedConfig) -> Iterator[Problem]:
+        section = config.sections.checkpoint
+        folder = section.local_folder or ""
+        plain = folder.replace(PLACE, "")
+        hint = f"name a folder of each node, such as /local/saves; {PLACE} may stand in it"
+        # A variable gets its value on the machines of the job.
+        is_known = "${" not in folder
+        if is_url(folder):
+            yield Problem("url", KEY, f"{quote(folder)} is a store, which all nodes share", hint)
+        elif is_known and ("{" in plain or "}" in plain):
+            message = f"{quote(folder)} has another field than {PLACE}"
+            yield Problem("unknown-value", KEY, message, hint)
+        elif is_known and not os.path.isabs(folder):
+            yield Problem("unknown-value", KEY, f"{quote(folder)} does not begin with /", hint)
+        if section.interval_type == "steps" and section.local_interval >= section.interval:
+            message = (
+                f"is {section.local_interval}, and checkpoint.interval = {section.interval} saves "
+                "as often"
+            )
+            yield Problem(
+                "conflict", "checkpoint.local_interval", message, "lower it, or raise that"
+            )
 
     def report_rows(self, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
         section = self.section

@@ -122,7 +122,6 @@ class TieredLoader(Loader):
         steps = [int(match[1]) for match in matches if match is not None and match[1]]
         newest = max(steps, default=-1)
         chooser.offers = []
-        chooser.notes = []
         manifests, problems = _gather_manifests(self.folder, self.group)
         for manifest in sorted(manifests, key=lambda one: (-one.step, id_of(one))):
             reason = past.abandoned(manifest, newest) or _unfit(manifest, self.layout, self.world)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,24 +65,14 @@ class TieredCheckpointer(Checkpointer):
 
     # Loading
 
-    def load(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        expected: Mapping[str, Any] | None = None,
-    ) -> LoadedState | None:
-        loaded = super().load(model, optimizer, expected)
+    def load(self, *arguments: Any, **more: Any) -> LoadedState | None:
+        loaded = super().load(*arguments, **more)
         self._settle(loaded)
         return loaded
 
-    def load_newest(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        suspect: Callable[[int], str] = lambda step: "",
-    ) -> LoadedState:
+    def load_newest(self, *arguments: Any, **more: Any) -> LoadedState:
         self.wait_for_local()
-        loaded = super().load_newest(model, optimizer, suspect)
+        loaded = super().load_newest(*arguments, **more)
         self._settle(loaded)
         return loaded
 
@@ -140,15 +129,8 @@ class TieredCheckpointer(Checkpointer):
         tensors = self._tensors_to_save(model, optimizer, None)
         draft = self._draft(step, describe(tensors, model), train)
         save = Save(self.local.step(step), tensors, draft, proven)
-        config = self.config
         writer = LocalWriter(
-            self._world,
-            self.local,
-            config.local_keep_latest_k,
-            config.verify_saves,
-            self._loader.layout,
-            self._line,
-            self._copies,
+            self._world, self.config, self._loader.layout, self._line, self._copies
         )
         saving = self._local_async
         saving.prepare(self._group)
@@ -190,7 +172,7 @@ class TieredCheckpointer(Checkpointer):
         super().close()
 
 
-def local_root(config: Checkpoint, world: DistEnv, group: dist.ProcessGroup | None) -> Path:
+def local_root(config: Checkpoint, world: DistEnv, group: dist.ProcessGroup) -> Path:
     """Return the folder of this run's local saves on this node. All ranks call it together.
 
     It is named by an id beside the shared checkpoints and their place, so a run begun anew, or a
@@ -198,21 +180,18 @@ def local_root(config: Checkpoint, world: DistEnv, group: dist.ProcessGroup | No
     """
     name = on_rank_0(world, lambda: _run_name(to_path(config.folder)), group)
     folder = Path((config.local_folder or "").replace("{local_rank}", str(this_rank().local_rank)))
-    root = folder / name
+    own = folder / name / f"rank-{world.rank}"
 
     def make() -> None:
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            own.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(
-                f"checkpoint.local_folder: {root} cannot be made: {error.strerror}"
+                f"checkpoint.local_folder: {own} cannot be made: {error.strerror}"
             ) from None
-        if not os.access(root, os.W_OK):
-            raise CheckpointError(f"checkpoint.local_folder: {root} cannot be written to")
 
-    assert group is not None
     on_each_rank(make, group)
-    return root
+    return own.parent
 
 
 def _run_name(shared: AnyPath) -> str:
@@ -224,8 +203,8 @@ def _run_name(shared: AnyPath) -> str:
         place = os.path.realpath(shared)
     with contextlib.suppress(FileExistsError):
         write_new(path, uuid.uuid4().hex.encode())
-    identity = path.read_bytes().decode(errors="replace")
-    return "run-" + digest_of(f"{identity} {place}".encode()).partition(":")[2][:_LETTERS]
+    digest = digest_of(path.read_bytes() + f" {place}".encode())
+    return "run-" + digest.partition(":")[2][:_LETTERS]
 
 
 class LocalSchedule(SaveSchedule):

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -25,7 +26,6 @@ from titanlite.contrib.resilience.copies import Copies
 from titanlite.contrib.resilience.folder import (
     ABOUT,
     GENERATORS,
-    LocalFolder,
     part_name,
     part_path,
     publish,
@@ -34,21 +34,21 @@ from titanlite.contrib.resilience.folder import (
 from titanlite.contrib.resilience.part import write_part
 from titanlite.dist.dist_env import DistEnv, gather_objects
 from titanlite.dist.local_parts import plain_local
-from titanlite.utils import sync
+from titanlite.utils import atomic_write
+
+if TYPE_CHECKING:
+    from titanlite.config.sections import Checkpoint
 
 
 @dataclass(frozen=True)
 class LocalWriter:
     """Writes local saves. All ranks make one and call it together.
 
-    keep: saves on a node. read_back: compare each file with its hash after the write. layout: hash
-    of where all tensors lie. line: as `Past.line`.
+    layout: hash of where all tensors lie. line: as `Past.line`.
     """
 
     world: DistEnv
-    folder: LocalFolder
-    keep: int
-    read_back: bool
+    config: Checkpoint
     layout: str
     line: str
     copies: Copies
@@ -60,9 +60,10 @@ class LocalWriter:
         fails; then no rank keeps its part. All ranks raise it together.
         """
         check_finite(save, group)
+        local = self.copies.folder
         if save.proven:
-            # Saves that were not proven may have left more than `keep`.
-            on_each_rank(lambda: self.folder.prune(self.keep), group)
+            # Saves that were not proven may have left more than these.
+            on_each_rank(lambda: local.prune(self.config.local_keep_latest_k), group)
         state = on_each_rank(lambda: copy(save.tensors), group)
         step = save.draft.step
         identity = on_rank_0(self.world, lambda: uuid.uuid4().hex[:16], group)
@@ -76,23 +77,24 @@ class LocalWriter:
             content = on_rank_0(
                 self.world, lambda: self._manifest(save, identity, files, generators), group
             )
-            own = self.folder.step(step)
+            own = local.step(step)
             path = part_path(own, identity)
-            folders = [own, *self.copies.exchange(path, files, step, self.read_back, group)]
+            read_back = self.config.verify_saves
+            folders = [own, *self.copies.exchange(path, files, step, read_back, group)]
             on_each_rank(lambda: self._finish(folders, path, written, generators), group)
             # Each part is whole: from the first manifest on this is a save.
             on_each_rank(lambda: publish(folders, content), group)
         except BaseException:
             # A part without a manifest would keep its space.
-            remove(self.folder.step(step))
+            remove(local.step(step))
             for owner in self.copies.owners:
-                remove(self.folder.copy(owner, step))
+                remove(local.copy(owner, step))
             raise
         if save.proven:
-            on_each_rank(lambda: self.folder.prune(self.keep), group)
+            on_each_rank(lambda: local.prune(self.config.local_keep_latest_k), group)
 
     def _write_part(self, step: int, identity: str, state: Tensors) -> Written:
-        folder = self.folder.step(step)
+        folder = self.copies.folder.step(step)
         # An earlier save of this step is replaced.
         remove(folder)
         folder.mkdir(parents=True)
@@ -102,10 +104,8 @@ class LocalWriter:
         self, folders: Sequence[Path], part: Path, written: Written, generators: bytes
     ) -> None:
         for folder in folders:
-            with (folder / GENERATORS).open("wb") as stream:
-                stream.write(generators)
-                sync(stream)
-        if self.read_back and file_digest(part, FAST_HASH) != written.digest:
+            atomic_write(folder / GENERATORS, generators)
+        if self.config.verify_saves and file_digest(part, FAST_HASH) != written.digest:
             raise CheckpointError(f"what was written could not be read back: {part} has changed")
 
     def _manifest(

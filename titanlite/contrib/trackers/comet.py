@@ -39,7 +39,19 @@ class CometTracker(Tracker):
             # It would ask for a key on the terminal.
             online=None if comet_ml.get_api_key(None, comet_ml.get_config()) else False,
             project_name=os.environ.get("COMET_PROJECT_NAME", PROJECT),
-            experiment_config=self._settings(comet_ml),
+            experiment_config=comet_ml.ExperimentConfig(
+                # Record only what is sent here.
+                log_code=False,
+                log_git_metadata=False,
+                log_git_patch=False,
+                log_env_details=False,
+                parse_args=False,
+                auto_output_logging=False,
+                auto_log_co2=False,
+                display_summary_level=0,
+                offline_directory=os.environ.get("COMET_OFFLINE_DIRECTORY", str(self.run.folder)),
+                name=self.run.name,
+            ),
         )
         logger.info(f"{self.name}: {experiment.url or f'offline, below {self.run.folder}'}")
         if not self.run.resumed:
@@ -49,21 +61,3 @@ class CometTracker(Tracker):
             experiment.log_metrics(values, step=step)
         experiment.log_other("state", "failed" if self.failed else "done")
         experiment.end()
-
-    def _settings(self, comet_ml: Any) -> Any:
-        """Record only what is sent here."""
-        return comet_ml.ExperimentConfig(
-            log_code=False,
-            log_graph=False,
-            log_git_metadata=False,
-            log_git_patch=False,
-            log_env_details=False,
-            parse_args=False,
-            auto_output_logging=False,
-            auto_param_logging=False,
-            auto_metric_logging=False,
-            auto_log_co2=False,
-            display_summary_level=0,
-            offline_directory=os.environ.get("COMET_OFFLINE_DIRECTORY", str(self.run.folder)),
-            name=self.run.name,
-        )

@@ -12,8 +12,8 @@ from typing import Any
 from titanlite.metrics.tracker_base import PROJECT, Tracker, flat
 from titanlite.utils import logger
 
-#: Most parameters in one request, and characters of one (limits of MLflow's API).
-_BATCH, _CHARACTERS = 100, 6_000
+#: Most characters of a parameter (a limit of MLflow's API).
+_CHARACTERS = 6_000
 
 
 class MlflowTracker(Tracker):
@@ -55,8 +55,7 @@ class MlflowTracker(Tracker):
         run_id: str = client.create_run(experiment, run_name=name, tags=tags).info.run_id
         texts = flat(self.run.config).items()
         params = [Param(key, str(value)[:_CHARACTERS]) for key, value in texts]
-        for start in range(0, len(params), _BATCH):
-            client.log_batch(run_id, params=params[start : start + _BATCH])
+        client.log_batch(run_id, params=params)
         return run_id
 
 

@@ -103,22 +103,14 @@ class Fit:
     #: Remarks about the fit, for readers.
     notes: tuple[str, ...]
 
-    def predict(self, parameters: float, tokens: float) -> tuple[float, float, float]:
-        """Return the loss of a run, and the interval that holds one further run's with probability
-        `CONFIDENCE`.
-        """
-        middle = self.law.loss(parameters, tokens)
-        errors = [
-            noise + np.log(middle / law.loss(parameters, tokens))
-            for law, noise in zip(self.replicates, self.noise, strict=True)
-        ]
-        low, high = np.quantile(errors, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-        return middle, middle * float(np.exp(low)), middle * float(np.exp(high))
-
     def interval(self, name: str) -> tuple[float, float]:
-        found = [getattr(law, name) for law in self.replicates]
-        low, high = np.quantile(found, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-        return float(low), float(high)
+        return ends([getattr(law, name) for law in self.replicates])
+
+
+def ends(values: Sequence[float]) -> tuple[float, float]:
+    """Return the ends of the interval that holds values with probability `CONFIDENCE`."""
+    low, high = np.quantile(values, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)
 
 
 def fit(points: Sequence[Point], replicates: int = REPLICATES) -> Fit:

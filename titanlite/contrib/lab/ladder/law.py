@@ -5,7 +5,6 @@ N: parameters, D: tokens (Hoffmann et al. 2022, arXiv:2203.15556, equation 2).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -88,9 +87,6 @@ def groups_of_sizes(points: Sequence[Point]) -> list[list[Point]]:
 
 def check_points(points: Sequence[Point]) -> None:
     """Raise LadderError for points that no law can be fitted to."""
-    for point in points:
-        if not all(0 < value < math.inf for value in (point.parameters, point.tokens, point.loss)):
-            raise LadderError(f"{point}: expected positive numbers")
     sizes = len(groups_of_sizes(points))
     if sizes < FEWEST_SIZES or len(points) < FEWEST_POINTS:
         raise LadderError(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from titanlite.contrib.lab.ladder.fit import Fit, fit
+from titanlite.contrib.lab.ladder.fit import Fit, ends, fit
 from titanlite.contrib.lab.ladder.law import LadderError, Point, groups_of_sizes
 
 #: A prediction this many times beyond the largest run gets a note.
@@ -47,8 +48,13 @@ class LeftOut:
 
 
 def predict(found: Fit, parameters: float, tokens: float) -> Prediction:
-    """Return the loss that the law has for a run."""
-    return Prediction(parameters, tokens, *found.predict(parameters, tokens))
+    """Return the loss of a run, and the interval that holds one further run's."""
+    loss = found.law.loss(parameters, tokens)
+    errors = []
+    for law, noise in zip(found.replicates, found.noise, strict=True):
+        errors.append(noise + math.log(loss / law.loss(parameters, tokens)))
+    low, high = ends(errors)
+    return Prediction(parameters, tokens, loss, loss * math.exp(low), loss * math.exp(high))
 
 
 def predict_curve(

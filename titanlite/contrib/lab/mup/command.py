@@ -65,14 +65,8 @@ def add_commands(commands: Commands) -> None:
     add("--steps", "steps of each (default: 4)", "N", type=at_least(1), default=4)
 
 
-def _widths(text: str) -> tuple[int, ...]:
-    try:
-        found = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        found = []
-    if len(found) < 2 or found[0] < 1:
-        raise argparse.ArgumentTypeError("give two positive widths at least, as 64,128,256")
-    return tuple(found)
+def _widths(text: str) -> list[int]:
+    return sorted({at_least(1)(part) for part in text.split(",")})
 
 
 def _check(arguments: argparse.Namespace) -> tuple[str, int]:

@@ -5,8 +5,8 @@ This is the coordinate check of Yang et al. 2022 (arXiv:2203.03466, appendix D.1
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,14 +48,15 @@ class Task:
         base: arguments of the base model; None: no muP.
         """
         model, optimizer = self._begin(args, base, seed)
-        first = self._activations(model)
+        caught = _catch(model)
+        first = self._activations(model, caught)
         for tokens, labels in self.batches:
             loss = cross_entropy_sum(model(tokens), labels) / count_valid(labels)
             loss.backward()
             set_rates(optimizer, self.optimizer.peak_lr)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        last = self._activations(model)
+        last = self._activations(model, caught)
         changes = {}
         for kind, tensors in first.items():
             pairs = zip(tensors, last[kind], strict=True)
@@ -81,42 +82,35 @@ class Task:
         return model, build_optimizer(parameters, self.optimizer, self.device, blocks, scales)
 
     @torch.no_grad()
-    def _activations(self, model: nn.Module) -> dict[str, list[Tensor]]:
-        with _caught(model) as found:
-            logits = model(self.batches[0][0]).float()
+    def _activations(
+        self, model: nn.Module, caught: dict[str, list[Tensor]]
+    ) -> dict[str, list[Tensor]]:
+        caught.clear()
+        logits = model(self.batches[0][0]).float()
         # Logits of the targets. The rest of a vocabulary moves by chance, and less in wide models:
         # that would hide what is learned.
         targets = self.batches[0][1].unsqueeze(-1)
-        found["target logits"] = [logits.gather(-1, targets)]
-        return {kind: found[kind] for kind in KINDS if kind in found}
+        caught["target logits"] = [logits.gather(-1, targets)]
+        return {kind: caught.pop(kind) for kind in KINDS if kind in caught}
 
 
-@contextmanager
-def _caught(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    found: dict[str, list[Tensor]] = {}
-    handles = []
+def _catch(model: nn.Module) -> dict[str, list[Tensor]]:
+    """Return where each forward pass adds its activations, by kind."""
+    found: dict[str, list[Tensor]] = defaultdict(list)
 
     def catch(kind: str) -> Any:
-        def hook(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-            found.setdefault(kind, []).append(output.detach().float())
-
-        return hook
-
-    def catch_first(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-        found["embedding"] = [inputs[0].detach().float()]
+        return lambda _, inputs, output: found[kind].append(output.detach().float())
 
     layers: Mapping[str, nn.Module] = model.layers  # type: ignore[assignment]
     blocks = list(layers.values())
     # The input of the first block: some families multiply embeddings.
-    handles.append(blocks[0].register_forward_pre_hook(catch_first))
+    blocks[0].register_forward_pre_hook(
+        lambda _, inputs: found["embedding"].append(inputs[0].detach().float())
+    )
     for block in blocks:
         modules = dict(block.named_modules())
         for kind, name in _IN_BLOCKS.items():
             if name in modules:
-                handles.append(modules[name].register_forward_hook(catch(kind)))
-        handles.append(block.register_forward_hook(catch("residual")))
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
+                modules[name].register_forward_hook(catch(kind))
+        block.register_forward_hook(catch("residual"))
+    return found

@@ -51,7 +51,7 @@ def models_of(args: LlamaArgs, mup: Mup, asked: Sequence[int]) -> Models:
     kept = {name: value for name, value in given.items() if getattr(small, name) == value}
     found: dict[int, Any] = {}
     problems = []
-    base = _base(small, mup.base_dim, given) if mup.base_dim else None
+    base = base_args(small, mup.base_dim, given) if mup.base_dim else None
     for width in asked or _CANDIDATES:
         try:
             sized = base_args(base or small, width, kept)
@@ -68,12 +68,6 @@ def models_of(args: LlamaArgs, mup: Mup, asked: Sequence[int]) -> Models:
         unit = math.lcm(args.dim // math.gcd(args.dim, args.n_heads), 8)
         fit = ",".join(str(unit * count) for count in (1, 2, 4, 8))
         hint = f"give multiples of a head's width: --widths {fit}"
-        raise unfit("--widths", "; ".join(problems), hint)
+        message = "; ".join(problems) or "a slope needs two widths"
+        raise unfit("--widths", message, hint)
     return Models(base or found[min(found)], found, kept)
-
-
-def _base(args: LlamaArgs, dim: int, given: dict[str, Any]) -> Any:
-    try:
-        return base_args(args, dim, given)
-    except ShapeError as error:
-        raise unfit("mup.base_dim", error.problems[0].message) from None
