@@ -68,6 +68,6 @@ def models_of(args: LlamaArgs, mup: Mup, asked: Sequence[int]) -> Models:
         unit = math.lcm(args.dim // math.gcd(args.dim, args.n_heads), 8)
         fit = ",".join(str(unit * count) for count in (1, 2, 4, 8))
         hint = f"give multiples of a head's width: --widths {fit}"
-        message = "; ".join(problems) or "a slope needs two widths"
+        message = "; ".join(["a slope needs two widths of the model", *problems])
         raise unfit("--widths", message, hint)
     return Models(base or found[min(found)], found, kept)
