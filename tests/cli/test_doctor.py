@@ -50,17 +50,6 @@ def test_folders(monkeypatch, tmp_path):
     assert re.search(r"differs by \+[3-6]\d s", said)
 
 
-def test_the_interface_that_gloo_takes(monkeypatch):
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "ens5")])
-    monkeypatch.setattr("socket.gethostbyname", lambda _: "127.0.1.1")
-    assert "set GLOO_SOCKET_IFNAME to one of ens5" in found(doctor._network, WARNING)
-    monkeypatch.setattr("socket.gethostbyname", lambda _: "10.0.0.7")
-    assert not found(doctor._network, WARNING)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    assert "but the interfaces are lo, ens5" in found(doctor._network, ERROR)
-
-
 def test_gpus_with_faults(monkeypatch, tmp_path):
     tool = tmp_path / "nvidia-smi"
     rows = (

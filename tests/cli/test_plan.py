@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import pytest
 
 from titanlite import exit_codes
 from titanlite.cli import main as cli
-from titanlite.plan.hardware import local_cluster
-from titanlite.plan.plan import make_plan
-from titanlite.plan.text import plan_text
-from titanlite.resolve.load import check_config
-from titanlite.runs.text_tables import Style
 
 H100 = ["--gpus", "8", "--gpu", "h100-80g"]
 
@@ -84,14 +78,6 @@ def test_where_no_setting_is_enough_a_plan_asks_for_gpus(plan):
     )
 
 
-def test_the_report_names_parts_and_time(plan):
-    words = ["llama3_8b.toml", "--instance", "p5.48xlarge", "--nodes", "2"]
-    _, out, _ = plan(*words)
-    assert re.search(r"^activations +\d+\.\d\d +\d+\.\d%  █+$", out, re.MULTILINE)
-    found = json.loads(plan(*words, "--json")[1])
-    assert f"50,000 steps, 26.2B tokens in {found['hours'] / 24:.1f} days (" in out
-
-
 def test_the_section_launch_is_the_hardware(plan):
     flags = ["--launch.instance_type=p5.48xlarge", "--launch.nodes=2"]
     assert json.loads(plan("llama3_8b.toml", *flags, "--json")[1])["world_size"] == 16
@@ -117,9 +103,3 @@ def test_errors_say_what_to_do(plan, words, said):
     code, out, error = plan(*words)
     assert (code, out) == (exit_codes.CONFIG, "")
     assert said in error
-
-
-def test_ranks_beyond_the_gpus_of_a_machine_are_planned_for_several():
-    run = check_config(["--job.config_file=llama3_8b.toml"], 16, training=False)[1]
-    text = plan_text(make_plan(run, local_cluster(run, "h100-80g", 16)), Style(False))
-    assert "network 3200 Gbit/s for each machine" in text

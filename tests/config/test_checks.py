@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 import pytest
-import torch
 
 from tests.support.pool import free_port
 from tests.support.refusals import refusal, refusals
@@ -235,11 +234,3 @@ def test_units_that_do_not_fit_the_model_are_refused(flags, message):
         check_model(run_of(*flags), 512)
     check_model(run_of("--training.fsdp_units=Attention"), 512)
     check_model(run_of("--training.fsdp_units=Block", "--training.compile"), 512)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may have float8 products")
-def test_a_loop_of_ones_own_is_told_that_a_cpu_has_no_float8_products():
-    flags = ("--training.seq_len=64", "--float8.enable_float8_linear")
-    with pytest.raises(ConfigError, match="a CPU has no float8 products"):
-        check_model(run_of(*flags), 512)
-    check_model(run_of(*flags, "--float8.emulate"), 512)

@@ -147,23 +147,6 @@ def test_files_that_cannot_be_read_are_named_where_they_are_written(tmp_path):
     assert "run.toml -> b.toml -> run.toml" in problem.message
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ("training.steps=10", "training.tokens=1000"),
-        ("training.steps=10", "training.epochs=2"),
-        ("training.tokens=10", "training.epochs=2"),
-        ("training.warmup_steps=10", "lr_scheduler.warmup_ratio=0.1"),
-        ("lr_scheduler.decay_ratio=0.1", "lr_scheduler.decay_steps=5"),
-        ("lr_scheduler.plateau_ratio=0.1", "lr_scheduler.decay_ratio=0.5"),
-    ],
-)
-def test_two_keys_for_one_thing_exclude_each_other_in_a_layer(first, second):
-    (problem,) = problems(f"--{first}", f"--{second}")
-    assert problem.code == "exclusive"
-    assert all(written.replace("=", " = ") in problem.message for written in (first, second))
-
-
 VALUES = st.recursive(
     st.sampled_from(
         ["0", "-1", "3", "1.5", "inf", "true", '""', '"x"', '"none"', "1979-05-27", "07:32:00"]

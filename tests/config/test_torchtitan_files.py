@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from titanlite.config.dialect import LATER_MODELS
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import read_text
 from titanlite.config.toml import quote
-from titanlite.models.llama import LLAMA3
 from titanlite.optim.schedule import learning_rate
 from titanlite.resolve.load import check_config, resolve, smallest_world
 from titanlite.run.config import RunConfig
@@ -204,6 +203,19 @@ def test_attention_of_llama4_is_that_of_torchtitan(flavor):
         assert block.rotary is not None and not block.chunk and not block.unit_qk
 
 
+def rate_of(keys: dict[str, Any], step: int) -> float:
+    """Learning rate of a step, counted from 1, of a linear decay to 0 in torchtitan 0.2.2.
+
+    components/lr_scheduler.py: linear_warmup_stable_decay, with a virtual step after the last.
+    """
+    total = keys["training.steps"]
+    warmup = keys["lr_scheduler.warmup_steps"]
+    decay = min(round(total * keys.get("lr_scheduler.decay_ratio", 1)), total - warmup)
+    if step <= warmup:
+        return keys["optimizer.lr"] * step / warmup
+    return keys["optimizer.lr"] * min(1.0, (total + 1 - step) / decay)
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_text_file_of_torchtitan_is_right_and_means_the_same_when_it_is_shown(name):
     keys = keys_of(name)
@@ -214,6 +226,11 @@ def test_a_text_file_of_torchtitan_is_right_and_means_the_same_when_it_is_shown(
     assert run.schedule.total_steps == keys["training.steps"]
     assert run.schedule.decay_type == keys.get("lr_scheduler.decay_type", "linear")
     assert run.schedule.style == "titan-0.2"
+    if run.schedule.decay_type == "linear" and not run.schedule.min_lr_factor:
+        warmup = keys["lr_scheduler.warmup_steps"]
+        for step in (1, warmup, warmup + 1, warmup + 2, run.steps // 2, run.steps):
+            rate = learning_rate(run.schedule, run.optimizer.lr, step)
+            assert rate == pytest.approx(rate_of(keys, step), rel=1e-12), step
     assert (run.optimizer.lr, run.optimizer.eps) == (keys["optimizer.lr"], keys["optimizer.eps"])
     assert run.mesh.tensor == keys["parallelism.tensor_parallel_degree"]
     assert run.mesh.expert == keys.get("parallelism.expert_parallel_degree", 1)
@@ -301,80 +318,54 @@ def test_tensor_parallel_ranks_share_experts_where_torchtitan_leaves_them_whole(
 HERE = Path("run.toml")
 
 
-@dataclass(frozen=True)
-class Original:
-    """Return the settings that torchtitan trains a file with."""
-
-    family: str
-    flavor: str
-    dim: int
-    layers: int
-    rope_factor: float | None
-    gpus: int
-    batch: int
-    seq_len: int
-    lr: float
-    warmup: int
-    steps: int
-    tensor: int = 1
-    decay: int | None = None
-
-    def rate(self, step: int, *, later: bool) -> float:
-        """Learning rate of a step, counted from 1, as torchtitan computes it from the steps
-        before.
-        """
-        before = step - 1
-        total = self.steps
-        warmup = self.warmup
-        if not later:  # train.py of autumn 2024: linear_warmup_linear_decay
-            if before < warmup:
-                return self.lr * (before + 1) / (warmup + 1)
-            left = (total - warmup) - (before - warmup)
-            return self.lr * (1 - ((total - warmup) - left) / (total - warmup))
-        # 0.2.2, components/lr_scheduler.py: linear_warmup_stable_decay, with a virtual step after
-        # the last
-        decay = total - warmup if self.decay is None else min(self.decay, total - warmup)
-        held = warmup + (total + 1 - warmup - decay)
-        if before < warmup:
-            return self.lr * (before + 1) / warmup
-        return self.lr * (1.0 if before < held else 1 - (before + 1 - held) / decay)
-
-
-ORIGINALS = {
-    ("2024", "debug_model"): Original(
-        "llama3", "debugmodel", 256, 8, None, 8, 8, 2048, 8e-4, 2, 10
+#: Files of autumn 2024, by flavor; "gpus", "dim" and "layers" are what torchtitan trains them with.
+OF_2024: dict[str, dict[str, Any]] = {
+    "debugmodel": dict(
+        family="llama3",
+        gpus=8,
+        dim=256,
+        layers=8,
+        batch=8,
+        seq_len=2048,
+        lr=8e-4,
+        warmup=2,
+        steps=10,
+        tensor=1,
     ),
-    ("2024", "llama2_70b"): Original(
-        "llama2", "70B", 8192, 80, None, 64, 16, 4096, 1.5e-4, 200, 1000, 8
+    "70B": dict(
+        family="llama2",
+        gpus=64,
+        dim=8192,
+        layers=80,
+        batch=16,
+        seq_len=4096,
+        lr=1.5e-4,
+        warmup=200,
+        steps=1000,
+        tensor=8,
     ),
-    ("2024", "llama3_405b"): Original(
-        "llama3", "405B", 16384, 126, None, 128, 2, 8192, 8e-5, 600, 3000, 8
-    ),
-    ("0.2.x", "debug_model"): Original(
-        "llama3", "debugmodel", 256, 6, 8.0, 8, 8, 2048, 8e-4, 2, 10, decay=8
-    ),
-    ("0.2.x", "llama3_405b"): Original(
-        "llama3", "405B", 16384, 126, 8.0, 128, 2, 8192, 8e-5, 600, 3000, 8
+    "405B": dict(
+        family="llama3",
+        gpus=128,
+        dim=16384,
+        layers=126,
+        batch=2,
+        seq_len=8192,
+        lr=8e-5,
+        warmup=600,
+        steps=3000,
+        tensor=8,
     ),
 }
 
 
-def text(version: str, name: str) -> str:
-    """A file as that version shipped it."""
-    o = ORIGINALS[version, name]
-    float8 = name.endswith("405b")
-    fields = {
-        **vars(o),
-        "float8": str(float8).lower(),
-        "converters": '["float8"]' if float8 else "[]",
-        "decay_ratio": "" if o.decay is None else f"decay_ratio = {o.decay / o.steps}",
-        "mode": "none" if o.layers < 10 else "full",
-    }
-    return (
-        (Path(__file__).parent / "snapshots" / f"torchtitan_{version}.toml")
-        .read_text()
-        .format(**fields)
-    )
+def text_of_2024(flavor: str) -> str:
+    """A file as it was shipped."""
+    file = OF_2024[flavor]
+    mode = "none" if flavor == "debugmodel" else "full"
+    float8 = str(flavor == "405B").lower()
+    snapshot = Path(__file__).parent / "snapshots" / "torchtitan_2024.toml"
+    return snapshot.read_text().format(**file, flavor=flavor, mode=mode, float8=float8)
 
 
 def trained(run: RunConfig) -> tuple[object, ...]:
@@ -382,34 +373,29 @@ def trained(run: RunConfig) -> tuple[object, ...]:
     return run.model, run.batch, run.schedule, run.optimizer, run.mesh, run.profiling, run.float8
 
 
-@pytest.mark.parametrize(("version", "name"), ORIGINALS)
-def test_a_file_of_torchtitan_gives_its_model_schedule_and_batch(version, name):
-    o = ORIGINALS[version, name]
-    later = version != "2024"
-    run = run_of(text(version, name), o.gpus)
+@pytest.mark.parametrize("flavor", OF_2024)
+def test_a_file_of_2024_gives_its_model_schedule_and_batch(flavor):
+    file = OF_2024[flavor]
+    run = run_of(text_of_2024(flavor), file["gpus"])
     args = run.model_args()
-    assert (args.dim, args.n_layers) == (o.dim, o.layers)
-    scaling = LLAMA3.flavors["3.1-8B"].rope_scaling if o.rope_factor else None
-    if (version, name) == (
-        "2024",
-        "llama3_405b",
-    ):  # on purpose: published with scaling
-        assert args.rope_scaling is not None
-        without = text(version, name).replace("[model]", '[model]\nrope_scaling = "none"')
-        args = run_of(without, o.gpus).model_args()
-    assert args.rope_scaling == scaling
-    assert args.rope_theta == (1e4 if o.family == "llama2" else 5e5)
-    assert run.batch.global_batch_size == o.batch * o.gpus // o.tensor
-    assert run.batch.tokens_per_step == run.batch.global_batch_size * o.seq_len
-    for step in (1, o.warmup, o.warmup + 1, o.warmup + 2, o.steps // 2, o.steps):
-        rate = learning_rate(run.schedule, run.optimizer.lr, step)
-        assert rate == pytest.approx(o.rate(step, later=later), rel=1e-12), step
-    for again in (run.toml, shown(text(version, name))):
-        assert trained(run_of(again, o.gpus)) == trained(run), "the saved config and the shown one"
+    assert (args.dim, args.n_layers) == (file["dim"], file["layers"])
+    # On purpose: the 405B was published with scaling.
+    assert (args.rope_scaling is None) == (flavor != "405B")
+    assert args.rope_theta == (1e4 if file["family"] == "llama2" else 5e5)
+    assert run.batch.global_batch_size == file["batch"] * file["gpus"] // file["tensor"]
+    assert run.batch.tokens_per_step == run.batch.global_batch_size * file["seq_len"]
+    # tests/optim/test_optim.py has its rates.
+    schedule = run.schedule
+    assert (schedule.warmup_steps, schedule.total_steps) == (file["warmup"], file["steps"])
+    assert (schedule.decay_type, schedule.style) == ("linear", "titan")
+    assert run.optimizer.lr == file["lr"]
+    for again in (run.toml, shown(text_of_2024(flavor))):
+        assert trained(run_of(again, file["gpus"])) == trained(run), "the saved and the shown one"
 
 
 def test_a_run_from_a_later_file_says_at_its_start_what_that_means():
-    notes = "\n".join(note.text for note in run_of(text("0.2.x", "debug_model"), 8).notes)
+    later = "0.2.2/torchtitan/models/llama3/train_configs/debug_model.toml"
+    notes = "\n".join(note.text for note in run_of(text_of(later), 8).notes)
     assert (
         'model.flavor "debugmodel" of torchtitan 0.2.x is "3.1-debugmodel": 6 layers and RoPE '
         "scaled by 8"
@@ -418,7 +404,7 @@ def test_a_run_from_a_later_file_says_at_its_start_what_that_means():
         'the warm-up of torchtitan 0.2.x is n / W at step n: lr_scheduler.style = "titan-0.2"'
         in notes
     )
-    assert not any("0.2.x" in note.text for note in run_of(text("2024", "debug_model"), 8).notes)
+    assert not any("0.2.x" in note.text for note in run_of(text_of_2024("debugmodel"), 8).notes)
 
 
 def model_text(name: str, flavor: str, rest: str = "") -> str:

