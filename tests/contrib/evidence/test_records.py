@@ -36,7 +36,7 @@ def judged(folder: Path, out: Path) -> tuple[int, dict[str, str], str]:
 
 def test_the_records_of_a_good_run_fit(good: Path, tmp_path: Path) -> None:
     code, states, _ = judged(good, tmp_path)
-    names = ("record", "saves", "steps", "resumes", "data")
+    names = ("saves", "record", "resumes", "data")
     assert (code, states) == (0, dict.fromkeys(names, "holds"))
     lines = [json.loads(line) for line in (good / "attempts.jsonl").read_text().splitlines()]
     (verdict,) = [line for line in lines if line["event"] == "resume"]
@@ -75,12 +75,12 @@ ALTERED = {
         edit("checkpoint/step-6/manifest.json", '"next_sequence": 24', '"next_sequence": 28'),
     ),
     "tokens": (
-        "steps",
+        "record",
         "tokens after step 6: 385.0 and 384",
         edit("metrics.jsonl", '"tokens_seen": 384', '"tokens_seen": 385'),
     ),
-    "row": ("steps", "order of steps", a_row),
-    "config": ("steps", "config of step", edit("config.toml", "seed = 0", "seed = 1")),
+    "row": ("record", "order of steps", a_row),
+    "config": ("record", "config of step", edit("config.toml", "seed = 0", "seed = 1")),
     "batch": (
         "resumes",
         "batch of step 5",

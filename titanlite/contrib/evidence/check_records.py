@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from titanlite.checkpoint.errors import CheckpointError
@@ -14,97 +14,91 @@ from titanlite.config.load import read_text
 from titanlite.contrib.evidence.checks import IDLE, NOT_RUN, Check, Skipped, made
 from titanlite.resolve.load import resolve
 from titanlite.runs import ATTEMPTS
-from titanlite.runs.read import read_run
+from titanlite.runs.read import Run, read_run
 from titanlite.runs.read_jsonl import read_lines
 from titanlite.runs.record import CONFIG
 from titanlite.utils import counted
 
 #: Name of a comparison, and its two values.
 Pairs = Iterator[tuple[str, object, object]]
+#: Step → manifest of its checkpoint.
+Saves = dict[int, Manifest]
 
 
-class Records:
-    """The records of a run."""
+def checks(folder: Path) -> Iterator[Check]:
+    """Yield each check of a run when it is done. Raises RunError for a folder that is no run."""
+    run = read_run(folder)
+    saves: Saves = {}
+    yield compared("saves", "Checkpoints are as they were written.", _read_saves(run, saves))
+    record = "The run is done, and its record is whole and fits its checkpoints."
+    yield compared("record", record, _record(run, saves))
+    resumes = "Each resume went on with the batch that was to come."
+    yield compared("resumes", resumes, _resumes(run, saves))
+    data = "The data still give the batches behind checkpoints."
+    yield compared("data", data, _data(run, saves))
 
-    def __init__(self, folder: Path) -> None:
-        """Raises RunError for a folder that is no run."""
-        self._folder = folder
-        self._run = read_run(folder)
-        self._saves: dict[int, Manifest] = {}
 
-    def checks(self) -> Iterator[Check]:
-        """Yield each check when it is done."""
-        done = "The run is done, and its record is whole."
-        yield made("record", done, compared(self._record))
-        yield made("saves", "Checkpoints are as they were written.", compared(self._checkpoints))
-        yield made("steps", "Steps and configs are those of checkpoints.", compared(self._steps))
-        resumes = "Each resume went on with the batch that was to come."
-        yield made("resumes", resumes, compared(self._resumes))
-        yield made(
-            "data", "The data still give the batches behind checkpoints.", compared(self._data)
-        )
+def _read_saves(run: Run, saves: Saves) -> Pairs:
+    try:
+        root = root_of(run.folder)
+    except CheckpointError as error:
+        raise Skipped(NOT_RUN, str(error)) from None
+    for step in steps_in(root):
+        manifest, problems = verify(step_folder(root, step))
+        yield f"step {step}", problems, []
+        if manifest is not None:
+            saves[step] = manifest
 
-    def _record(self) -> Pairs:
-        yield "state", self._run.state, "done"
-        yield "last step", self._run.step, self._run.steps
-        yield "damaged lines", self._run.problems, ()
 
-    def _checkpoints(self) -> Pairs:
-        try:
-            root = root_of(self._folder)
-        except CheckpointError as error:
-            raise Skipped(NOT_RUN, str(error)) from None
-        for step in steps_in(root):
-            manifest, problems = verify(step_folder(root, step))
-            yield f"step {step}", problems, []
-            if manifest is not None:
-                self._saves[step] = manifest
+def _record(run: Run, saves: Saves) -> Pairs:
+    yield "state", run.state, "done"
+    yield "last step", run.step, run.steps
+    yield "damaged lines", run.problems, ()
+    seen = {row["step"]: row.get("tokens_seen") for row in run.training}
+    yield "order of steps", [row["step"] for row in run.training], sorted(seen)
+    names = {attempt.get("config", CONFIG) for attempt in run.attempts}
+    configs = [(run.folder / name).read_text(encoding="utf-8") for name in names]
+    for step, manifest in saves.items():
+        yield f"config of step {step}", manifest.config.get("toml") in configs, True
+        if step in seen:
+            yield f"tokens after step {step}", seen[step], manifest.train["tokens_seen"]
 
-    def _steps(self) -> Pairs:
-        seen = {row["step"]: row.get("tokens_seen") for row in self._run.training}
-        steps = [row["step"] for row in self._run.training]
-        yield "order of steps", steps, sorted(seen)
-        names = {attempt.get("config", CONFIG) for attempt in self._run.attempts}
-        configs = [(self._folder / name).read_text(encoding="utf-8") for name in names]
-        for step, manifest in self._saves.items():
-            yield f"config of step {step}", manifest.config.get("toml") in configs, True
-            if step in seen:
-                yield f"tokens after step {step}", seen[step], manifest.train["tokens_seen"]
 
-    def _resumes(self) -> Pairs:
-        began = [str(attempt.get("began")) for attempt in self._run.attempts]
-        resumed = [text for text in began if text.startswith("resumed from step ")]
-        told = [one for one in read_lines(self._folder / ATTEMPTS) if one["event"] == "resume"]
-        if not resumed:
-            raise Skipped(IDLE, "it was never resumed")
-        yield "verdicts", [f"resumed from step {one['step']}" for one in told], resumed
-        for one in told:
-            yield f"verdict at step {one['step']}", one["verified"], True
-            if manifest := self._saves.get(one["step"]):
-                yield f"batch of step {one['step'] + 1}", one["next_batch"], _next(manifest)
+def _resumes(run: Run, saves: Saves) -> Pairs:
+    began = [str(attempt.get("began")) for attempt in run.attempts]
+    resumed = [text for text in began if text.startswith("resumed from step ")]
+    told = [one for one in read_lines(run.folder / ATTEMPTS) if one["event"] == "resume"]
+    if not resumed:
+        raise Skipped(IDLE, "it was never resumed")
+    yield "verdicts", [f"resumed from step {one['step']}" for one in told], resumed
+    for one in told:
+        yield f"verdict at step {one['step']}", one["verified"], True
+        if manifest := saves.get(one["step"]):
+            yield f"batch of step {one['step'] + 1}", one["next_batch"], _next(manifest)
 
-    def _data(self) -> Pairs:
-        from titanlite.assembly.datasets import read_training_text
-        from titanlite.data.batch_hash import step_hash
-        from titanlite.data.skip_ranges import ranges_of_steps
-        from titanlite.data.tokenizer import load_tokenizer
 
-        path = self._folder / CONFIG
-        toml = path.read_text(encoding="utf-8")
-        config, problems = read_text(toml, path, (), trust.foreign(False))
-        ranks = self._run.attempts[-1].get("ranks")
-        run = resolve(config, ranks, problems, machine=True, texts=True)[1]
-        text = read_training_text(run, load_tokenizer(run.model.tokenizer_path, run.model.name))
-        if run.data.phase or text.state_dict():
-            raise Skipped(NOT_RUN, "streams and phases are not read again")
-        skip = ranges_of_steps(run.data.skip_steps, run.course)
-        told = {step: manifest for step, manifest in self._saves.items() if _next(manifest)}
-        if not told:
-            raise Skipped(NOT_RUN, "no checkpoint tells the batch that was to come")
-        for step, manifest in told.items():
-            first = manifest.train["data"]["next_sequence"]
-            found = step_hash(text, first, run.course.size(step + 1).rows, skip=skip)
-            yield f"batch of step {step + 1}", found, _next(manifest)
+def _data(run: Run, saves: Saves) -> Pairs:
+    from titanlite.assembly.datasets import read_training_text
+    from titanlite.data.batch_hash import step_hash
+    from titanlite.data.skip_ranges import ranges_of_steps
+    from titanlite.data.tokenizer import load_tokenizer
+
+    path = run.folder / CONFIG
+    toml = path.read_text(encoding="utf-8")
+    config, problems = read_text(toml, path, (), trust.foreign(False))
+    ranks = run.attempts[-1].get("ranks")
+    own = resolve(config, ranks, problems, machine=True, texts=True)[1]
+    text = read_training_text(own, load_tokenizer(own.model.tokenizer_path, own.model.name))
+    if own.data.phase or text.state_dict():
+        raise Skipped(NOT_RUN, "streams and phases are not read again")
+    skip = ranges_of_steps(own.data.skip_steps, own.course)
+    told = {step: manifest for step, manifest in saves.items() if _next(manifest)}
+    if not told:
+        raise Skipped(NOT_RUN, "no checkpoint tells the batch that was to come")
+    for step, manifest in told.items():
+        first = manifest.train["data"]["next_sequence"]
+        found = step_hash(text, first, own.course.size(step + 1).rows, skip=skip)
+        yield f"batch of step {step + 1}", found, _next(manifest)
 
 
 def _next(manifest: Manifest) -> str | None:
@@ -112,11 +106,11 @@ def _next(manifest: Manifest) -> str | None:
     return (manifest.train.get(RESUME) or {}).get("next_batch")
 
 
-def compared(pairs: Callable[[], Pairs]) -> Callable[[Check], bool]:
-    """Return what makes a check of pairs, which must be equal."""
+def compared(name: str, claim: str, pairs: Pairs) -> Check:
+    """Make a check of pairs, which must be equal."""
 
     def do(check: Check) -> bool:
-        found = list(pairs())
+        found = list(pairs)
         wrong = [
             f"{name}: {one!s:.200} and {other!s:.200}" for name, one, other in found if one != other
         ]
@@ -124,4 +118,4 @@ def compared(pairs: Callable[[], Pairs]) -> Callable[[Check], bool]:
         check.note = "; ".join(wrong)
         return not wrong
 
-    return do
+    return made(name, claim, do)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,12 +33,15 @@ class RunFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Bench:
-    """A config and the folder of its runs."""
+    """A config and its runs in one folder."""
 
     folder: Path
-    config: Path
     ranks: int
-    environment: Mapping[str, str]
+    environment: dict[str, str]
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "config.toml"
 
     def train(self, name: str, *flags: str, ranks: int = 0) -> Path:
         """Return the run's folder. Raises RunFailed."""
@@ -62,9 +65,10 @@ class Bench:
         """Return the folder of a run's checkpoint."""
         return self.folder / name / "checkpoint" / f"step-{step}"
 
-    def copied(self, source: str, step: int, name: str) -> Path:
-        """Return the copy of a run's checkpoint in another run."""
-        return Path(shutil.copytree(self.saved(source, step), self.saved(name, step)))
+    def go_on(self, source: str, step: int, name: str, *flags: str, ranks: int = 0) -> Path:
+        """Train from a copy of another run's checkpoint, as `train` does."""
+        shutil.copytree(self.saved(source, step), self.saved(name, step))
+        return self.train(name, *flags, ranks=ranks)
 
     def finish(self, name: str, words: Sequence[str], ranks: int = 0) -> str:
         """Return a command's output. Raises RunFailed."""

@@ -48,19 +48,10 @@ class Weight(Callback):
 class Rounding(Callback):
     """Flips the last bit of each first weight."""
 
-    #: Bytes of the numbers whose last bit it is.
-    size = 4
-
     def on_start(self, trainer: Trainer) -> None:
         for weight in trainer.parts.model.parameters():
             part = local(plain(weight)).detach()
-            _flip(part, self.size, torch.ones_like(part, dtype=torch.bool))
-
-
-class CoarseRounding(Rounding):
-    """Flips the last bit that bfloat16 has."""
-
-    size = 2
+            _flip(part, 4, torch.ones_like(part, dtype=torch.bool))
 
 
 def _flip(part: torch.Tensor, size: int, chosen: torch.Tensor) -> None:

@@ -66,11 +66,7 @@ def write_random(spec: ModelSpec, args: Any, folder: Path) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(read_config(config))
     for tensor in model.state_dict().values():
-        noise = torch.randn_like(tensor)
-        if tensor.ndim > 1:
-            tensor.copy_(noise * tensor.size(-1) ** -0.5)
-        else:
-            tensor.add_(0.2 * noise)
+        tensor.add_(torch.randn_like(tensor) * tensor.size(-1) ** -0.5)
     model.save_pretrained(folder)
 
 

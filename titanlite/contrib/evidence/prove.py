@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import socket
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from titanlite import exit_codes
 from titanlite.cli import at_least
@@ -18,12 +14,7 @@ from titanlite.config.errors import bad_flag, refuse
 from titanlite.config.load import read
 from titanlite.contrib.processes import stoppable, tell, training_environment
 from titanlite.dist.count_gpus import count_gpus
-from titanlite.runs import provenance
-from titanlite.utils import atomic_write, human_time, timestamp
-
-if TYPE_CHECKING:
-    from titanlite.contrib.evidence.checks import Check
-    from titanlite.contrib.evidence.tiny import TinyCopy
+from titanlite.utils import atomic_write
 
 _ABOUT = (
     "Train a tiny copy of a config several times: the same features and degrees of parallelism, "
@@ -54,9 +45,10 @@ def add_command(commands: Commands) -> None:
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     finished = arguments.finished
     if finished is not None:
-        from titanlite.contrib.evidence.check_records import Records
+        from titanlite.contrib.evidence import check_records
+        from titanlite.contrib.evidence.page import report
 
-        checks = Records(finished).checks()
+        checks = check_records.checks(finished)
         return report(arguments.folder or finished, finished.absolute().name, checks)
     words = [*files_of(arguments), *arguments.flags]
     if not words:
@@ -65,6 +57,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     refuse(problems)
     from titanlite.contrib.evidence.checks import Proof
     from titanlite.contrib.evidence.child_runs import CONSOLE, Bench
+    from titanlite.contrib.evidence.page import report
     from titanlite.contrib.evidence.tiny import RANKS, tiny_copy
 
     own = Path(config.value("job.dump_folder"))
@@ -74,44 +67,12 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     with stoppable():
         runs = Path(tempfile.mkdtemp(dir=folder, prefix="runs-"))
         tiny = tiny_copy(config, arguments.nproc or max(gpus, RANKS), str(runs), gpus)
-        atomic_write(runs / "config.toml", tiny.config.to_toml(defaults=False))
-        ranks = tiny.run.mesh.world_size
-        environment = training_environment()
-        if ranks > gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-        tell(f"{ranks} ranks; output of the runs: {runs}/*/{CONSOLE}")
-        proof = Proof(Bench(runs, runs / "config.toml", ranks, environment), tiny.run)
-        text, code = report(folder, own.name, proof.checks(), proof.about, tiny)
+        bench = Bench(runs, tiny.run.mesh.world_size, training_environment())
+        if bench.ranks > gpus:
+            bench.environment["CUDA_VISIBLE_DEVICES"] = ""
+        atomic_write(bench.config, tiny.config.to_toml(defaults=False))
+        tell(f"{bench.ranks} ranks; output of the runs: {runs}/*/{CONSOLE}")
+        text, code = report(folder, own.name, Proof(bench, tiny.run).checks(), tiny)
         if code == exit_codes.DONE and not arguments.keep:
             shutil.rmtree(runs)
     return text, code
-
-
-def report(
-    folder: Path,
-    subject: str,
-    checks: Iterable[Check],
-    about: Callable[[], Mapping[str, str]] = dict,
-    tiny: TinyCopy | None = None,
-) -> tuple[str, int]:
-    """Make the checks and write the page; return its verdict and the exit code."""
-    from titanlite.contrib.evidence.page import PROVED, verdict, write
-
-    found = []
-    for check in checks:
-        tell(f"{check.name}: {check.state} ({human_time(check.seconds)}) {check.note}".rstrip())
-        found.append(asdict(check))
-    left_out = sorted(tiny.left_out) if tiny else []
-    content = {
-        "verdict": verdict(found, left_out),
-        "subject": subject,
-        "time": timestamp(),
-        "host": socket.gethostname(),
-        "about": about(),
-        "checks": found,
-        "left_out": left_out,
-        "changes": tiny.changes if tiny else {},
-        **provenance.origin(),
-    }
-    code = exit_codes.DONE if content["verdict"] == PROVED else exit_codes.ERROR
-    return f"{content['verdict']}; written: {write(folder, content)}", code

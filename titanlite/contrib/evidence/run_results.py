@@ -45,11 +45,10 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
 
 def hashes(facts: Facts) -> dict[str, Any]:
     """Return facts with the hash of each tensor in its place."""
-    plain = dict(facts)
-    for name, value in facts.items():
-        if isinstance(value, torch.Tensor):
-            plain[name] = digest_of(as_bytes(value))
-    return plain
+    return {
+        name: digest_of(as_bytes(value)) if isinstance(value, torch.Tensor) else value
+        for name, value in facts.items()
+    }
 
 
 def distance(one: Facts, other: Facts) -> float:
