@@ -115,7 +115,7 @@ def test_missing_checkpoints_are_told(good: Path, tmp_path: Path) -> None:
     shutil.copytree(good, folder, ignore=shutil.ignore_patterns("checkpoint"))
     code, states, notes = judged(folder, tmp_path / "out")
     assert code == 1 and "has kept no checkpoint" in notes
-    assert "no checkpoint tells the batch" in notes
+    assert "there is nothing to compare" in notes
     assert [states[name] for name in ("record", "saves", "data")] == ["holds", "not run", "not run"]
 
 

@@ -17,7 +17,6 @@ from titanlite.runs import ATTEMPTS
 from titanlite.runs.read import Run, read_run
 from titanlite.runs.read_jsonl import read_lines
 from titanlite.runs.record import CONFIG
-from titanlite.utils import counted
 
 #: Name of a comparison, and its two values.
 Pairs = Iterator[tuple[str, object, object]]
@@ -92,13 +91,11 @@ def _data(run: Run, saves: Saves) -> Pairs:
     if own.data.phase or text.state_dict():
         raise Skipped(NOT_RUN, "streams and phases are not read again")
     skip = ranges_of_steps(own.data.skip_steps, own.course)
-    told = {step: manifest for step, manifest in saves.items() if _next(manifest)}
-    if not told:
-        raise Skipped(NOT_RUN, "no checkpoint tells the batch that was to come")
-    for step, manifest in told.items():
-        first = manifest.train["data"]["next_sequence"]
-        found = step_hash(text, first, own.course.size(step + 1).rows, skip=skip)
-        yield f"batch of step {step + 1}", found, _next(manifest)
+    for step, manifest in saves.items():
+        if told := _next(manifest):
+            first = manifest.train["data"]["next_sequence"]
+            found = step_hash(text, first, own.course.size(step + 1).rows, skip=skip)
+            yield f"batch of step {step + 1}", found, told
 
 
 def _next(manifest: Manifest) -> str | None:
@@ -107,14 +104,16 @@ def _next(manifest: Manifest) -> str | None:
 
 
 def compared(name: str, claim: str, pairs: Pairs) -> Check:
-    """Make a check of pairs, which must be equal."""
+    """Make a check of pairs, one or more, which must be equal."""
 
     def do(check: Check) -> bool:
         found = list(pairs)
+        if not found:
+            raise Skipped(NOT_RUN, "there is nothing to compare")
         wrong = [
             f"{name}: {one!s:.200} and {other!s:.200}" for name, one, other in found if one != other
         ]
-        check.left, check.right = counted(len(found), "pairs"), f"{len(wrong)} differ"
+        check.left, check.right = f"pairs: {len(found)}", f"different: {len(wrong)}"
         check.note = "; ".join(wrong)
         return not wrong
 

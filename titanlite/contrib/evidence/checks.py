@@ -5,23 +5,30 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from titanlite import exit_codes
-from titanlite.checkpoint.manifest import digest_of, find, read_manifest
-from titanlite.cli.hub.compare_checkpoints import our_logits
+from titanlite.checkpoint.loaded import RESUME
+from titanlite.checkpoint.manifest import digest_of, find, read_manifest, step_folder, steps_in
+from titanlite.cli.hub.compare_checkpoints import Contents, our_logits
 from titanlite.config.dataset_registry import BUNDLED_IDS
 from titanlite.config.toml import quote
 from titanlite.contrib.evidence.child_runs import Bench
-from titanlite.contrib.evidence.run_results import Facts, as_bytes, distance, facts_of, hashes
 from titanlite.contrib.evidence.tiny import HALF, STEPS
 from titanlite.run.config import RunConfig
+from titanlite.runs.metrics_jsonl import FILE
+from titanlite.runs.read_jsonl import read_lines
 
+#: Figures, hashes of batches and tensors of a run, by name.
+Facts = Mapping[str, Any]
+#: Figures of a step that follow from the computation alone.
+_FIGURES = ("loss", "grad_norm", "lr", "tokens_seen", "validation_loss")
 HOLDS, FAILS, NOT_RUN, IDLE = "holds", "fails", "not run", "does not apply"
 #: States of a fault.
 FOUND, MISSED = "found", "missed"
@@ -133,8 +140,22 @@ class Proof:
         yield made("evaluation", "`titanlite eval` finds the run's own loss.", self._evaluation)
         yield made("export", "Exported weights have the same logits.", self._export)
 
-    def _facts(self, name: str, after: int = HALF, last: int = STEPS) -> Facts:
-        return facts_of(self._bench.folder / name, after, last)
+    def _facts(self, run: str | Path, after: int = HALF, last: int = STEPS) -> Facts:
+        """Return batches, figures and tensors of the steps behind `after` to `last`."""
+        found: dict[str, Any] = {}
+        folder = self._bench.folder / run
+        root = folder / "checkpoint"
+        for step in steps_in(root):
+            if max(after, 1) <= step <= last:
+                contents = Contents(step_folder(root, step))
+                found[f"batch of step {step + 1}"] = contents.manifest.train[RESUME]["next_batch"]
+        for row in read_lines(folder / FILE):
+            for name in _FIGURES:
+                if name in row and after < row["step"] <= last:
+                    found[f"{name} of step {row['step']}"] = row[name]
+        for name in contents.manifest.tensors:
+            found[name] = contents.read(name)
+        return found
 
     def _fault(self, name: str) -> str:
         """Return the flag that adds a callback of `titanlite.contrib.evidence.faults`."""
@@ -146,7 +167,7 @@ class Proof:
     def _same(self, check: Check, run: Path, after: int = HALF) -> bool:
         last = find(run / "checkpoint").valid(run).step
         one = hashes(self._facts("reference", after, last))
-        other = hashes(facts_of(run, after, last))
+        other = hashes(self._facts(run, after, last))
         check.left, check.right = _short(one), _short(other)
         found = [key for key in {**one, **other} if one.get(key) != other.get(key)]
         count = f"{len(found)} of {len(one)} figures, batches and tensors differ"
@@ -214,12 +235,36 @@ class Proof:
         lines: list[str] = []
         target = convert(saved, self._bench.folder / check.name, "hf", report=lines.append)
         check.left, check.right = (
-            _short(as_bytes(our_logits(one.family, one.args, one.read, torch.arange(64)[None])))
+            _short({"": our_logits(one.family, one.args, one.read, torch.arange(64)[None])})
             for one in map(open_source, (saved, target))
         )
         check.note = lines[0]
         return check.left == check.right
 
 
-def _short(value: object) -> str:
-    return digest_of(repr(value).encode())[7:23]
+def _short(facts: Facts) -> str:
+    return digest_of(repr(hashes(facts)).encode())[7:23]
+
+
+def hashes(facts: Facts) -> dict[str, Any]:
+    """Return facts with the hash of each tensor in its place."""
+    found = dict(facts)
+    for name, value in facts.items():
+        if isinstance(value, torch.Tensor):
+            numbers = value.contiguous().flatten().view(torch.uint8).numpy()
+            found[name] = digest_of(numbers.tobytes())
+    return found
+
+
+def distance(one: Facts, other: Facts) -> float:
+    """Return the largest relative difference of a loss, weight or moment; infinity where one is
+    missing or no number.
+    """
+    found = 0.0
+    for name, value in one.items():
+        is_number = isinstance(value, torch.Tensor) and value.is_floating_point()
+        if is_number or name.startswith("loss"):
+            a, b = (torch.as_tensor(side.get(name, math.nan)).double() for side in (one, other))
+            gap = (a - b).norm() / a.norm().clamp(min=1e-30)
+            found = max(found, gap.nan_to_num(math.inf).item())
+    return found

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,26 +37,26 @@ def trace(
     names: module → its name in the trace; None: all, as they are.
     """
     found: dict[str, list[Tensor]] = {}
+
+    def keep(name: str, *values: Any) -> None:
+        # Llama 4 adds to its results in place.
+        found[name] = [value.detach().clone() for value in values if isinstance(value, Tensor)]
+
     for name, module in model.named_modules():
         if kept := name if names is None else names.get(name):
-
-            def before(_: Any, given: Any, more: Any, kept: str = kept) -> None:
-                found[f"{kept}, input"] = _tensors([*given, *more.values()])
-
-            def after(_: Any, given: Any, result: Any, kept: str = kept) -> None:
-                found[kept] = _tensors(result if isinstance(result, tuple) else [result])
-
-            module.register_forward_pre_hook(before, with_kwargs=True)
-            module.register_forward_hook(after)
+            module.register_forward_pre_hook(
+                lambda _, given, more, kept=kept: keep(f"{kept}, input", *given, *more.values()),
+                with_kwargs=True,
+            )
+            module.register_forward_hook(
+                lambda _, given, result, kept=kept: keep(
+                    kept, *(result if isinstance(result, tuple) else [result])
+                )
+            )
     loss = loss_of()
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return Trace(found, loss.detach(), gradients)
-
-
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    # Llama 4 adds to its results in place.
-    return [value.detach().clone() for value in values if isinstance(value, Tensor)]
 
 
 def main(folder: Path) -> None:
