@@ -90,21 +90,6 @@ def test_ls_of_no_run(tmp_path, capsys):
     (tmp_path / ATTEMPTS).touch()
     (told,) = _lines(capsys, "ls", tmp_path, code=exit_codes.CHECKPOINT)
     assert "train it with --checkpoint.enable_checkpoint" in told
-    assert (
-        "no such folder" in _lines(capsys, "ls", tmp_path / "none", code=exit_codes.CHECKPOINT)[0]
-    )
-    assert (
-        "--training.steps=3"
-        in _lines(capsys, "ls", tmp_path, "--training.steps=3", code=exit_codes.CONFIG)[1]
-    )
-
-
-def test_several_runs_are_named_one_by_one(run, capsys):
-    """`run` holds two folders of checkpoints: the one that a run writes, and `other`."""
-    listed = "\n".join(_lines(capsys, "ls", run, run / "other"))
-    for root, step in ((run / "checkpoint", 4), (run / "other", 1)):
-        assert f"{root}: " in listed
-        assert f"newest valid: step-{step}" in listed
 
 
 def test_verify(run, capsys):

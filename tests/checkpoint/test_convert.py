@@ -20,7 +20,6 @@ from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.store_paths import AnyPath
 from titanlite.cli.hub.compare_checkpoints import Contents
 from titanlite.cli.hub.export_weights import convert, open_source
-from titanlite.cli.main import main
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import LlamaArgs, RopeScaling
 from titanlite.models.args import as_record
@@ -117,11 +116,9 @@ def test_existing_targets_are_never_overwritten(saved, tmp_path):
 def test_bad_sources_are_refused_and_leave_nothing(saved, tmp_path):
     damaged = shutil.copytree(saved["plain"], tmp_path / "damaged" / "step-7")
     flip(damaged / "__0_0.distcp")
-    nameless = tmp_path / "golden"
     cases: list[tuple[Path, str]] = [
         (damaged, "has changed since it was written"),
         (Path(__file__).parent / "golden" / "format-2", "does not say which model it is of"),
-        (nameless, "no such folder"),
     ]
     hf = convert(saved["plain"], tmp_path / "hf", "hf")
     config = json.loads((hf / "config.json").read_text())
@@ -136,26 +133,11 @@ def test_bad_sources_are_refused_and_leave_nothing(saved, tmp_path):
         (other / "model.safetensors").symlink_to(hf / "model.safetensors")
         (other / "config.json").write_text(json.dumps({**config, **change}))
         cases.append((other, message))
-    torch.save({"w": torch.zeros(2)}, tmp_path / "any.pt")
-    cases.append((tmp_path / "any.pt", "is a file: name a run or its folder of checkpoints"))
     (tmp_path / "out").mkdir()
     for source, message in cases:
         with pytest.raises(CheckpointError, match=message):
             convert(source, tmp_path / "out" / "x", "hf")
     assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_command_exports_from_a_folder_or_a_store(pool, storage, tmp_path, capsys):
-    def run(source, target, *more, code=0):
-        assert main(["export", str(source), str(target), *more]) == code
-        return "".join(capsys.readouterr())
-
-    storage.run(pool(1), _save, storage.root, ARGS)
-    hf = tmp_path / "hf"
-    assert run(storage.root, hf, "--unchecked").startswith(f"{hf}: ")
-    there = storage.root.parent / "hf"
-    if not isinstance(there, Path):
-        assert "written to this machine" in run(hf, there, code=4)
 
 
 def test_a_full_disk_is_named_before_it_is_written(saved, tmp_path, monkeypatch):

@@ -22,7 +22,6 @@ from tests.support import s3
 from tests.support.checkpoints import PRINTS, load, names, options
 from tests.support.grid import FSDP, PP
 from tests.support.harness import TINY, Run, batches, build_tiny
-from tests.support.hf import config_flags, train_losses, written
 from tests.support.whole_runs import train_run
 from titanlite.checkpoint.foreign_formats import open_weights
 from titanlite.checkpoint.hf_save import begin_folder
@@ -187,30 +186,22 @@ def test_unusable_folders_are_refused_with_the_remedy(tmp_path, harm, message):
 
 
 @pytest.mark.slow
-def test_another_model_is_refused_on_all_ranks(pool, tmp_path):
-    ours = "model.layers.0.attention.wq.weight"
-    shape = {BLOCKS: torch.zeros(3, 64), "extra": torch.zeros(2)}
-    _edit(_folder(tmp_path / "odd", shards=1), WHOLE, **shape)
+def test_weights_that_are_not_finite_are_refused_on_all_ranks(pool, tmp_path):
     nan = {BLOCKS: torch.full((64, 64), math.nan)}
     _edit(_folder(tmp_path / "nan", shards=1), WHOLE, **nan)
-    there = f"{ours} float32[3, 64] (model.safetensors: {BLOCKS}) float32[64, 64] another shape"
-    cases = {
-        "odd": (there, "model.extra"),
-        "nan": ("holds values that are not finite",),
-    }
 
     def answers(source, **fields):
         place = {"initial_load_path": str(source), **fields}
         return pool(2).run(load, RUN, tmp_path / "checkpoint", **place)
 
-    for name, messages in cases.items():
-        for answer in answers(tmp_path / name):
-            assert all(message in " ".join(answer["error"].split()) for message in messages)
+    for answer in answers(tmp_path / "nan"):
+        assert "holds values that are not finite" in answer["error"]
     for answer in answers(tmp_path / "nan", initial_load_model_only=False):
         assert "initial_load_model_only = true" in answer["error"]
     missing = _folder(tmp_path / "missing", shards=1)
     _edit(missing, WHOLE, **{BLOCKS: None})
-    assert answers(missing, allow_missing=[ours])[0]["error"] == ""
+    named = ["model.layers.0.attention.wq.weight"]
+    assert answers(missing, allow_missing=named)[0]["error"] == ""
 
 
 LARGE = LlamaArgs(dim=512, n_layers=6, n_heads=8, vocab_size=4096, multiple_of=256, max_seq_len=64)
@@ -330,7 +321,6 @@ SMALL = ["dim=64", "n_layers=2", "n_heads=4", "n_kv_heads=2"]
         ("qwen3", PP),
         ("mixtral", "parallelism.expert_parallel_degree"),
         ("llama4", FSDP),
-        ("hf", FSDP),
     ],
 )
 def test_every_family_goes_out_of_runs_and_in(pool, tmp_path, family, layout):
@@ -345,15 +335,9 @@ def test_every_family_goes_out_of_runs_and_in(pool, tmp_path, family, layout):
     flags += [f"--model.name={family}", "--training.steps=1", "--training.batch_size=2"]
 
     def train(ranks, name, *more):
-        if family == "hf":
-            hf = [written(tmp_path, "qwen2"), f"--job.dump_folder={tmp_path / name}"]
-            pool(ranks).run(train_losses, config_flags(tmp_path, *hf, *flags, *more))
-        else:
-            small = (f"--model.overrides.{one}" for one in SMALL)
-            assert (
-                pool(ranks).run(train_run, str(tmp_path / name), *flags, *small, *more)[0]["error"]
-                == ""
-            )
+        small = (f"--model.overrides.{one}" for one in SMALL)
+        done = pool(ranks).run(train_run, str(tmp_path / name), *flags, *small, *more)[0]
+        assert done["error"] == ""
         return tmp_path / name / "checkpoint" / "step-1-hf"
 
     source = train(1, "one")

@@ -14,8 +14,6 @@ from tests.support.checkpoints import (
     PRINTS,
     RUN,
     assert_equal,
-    flip,
-    names,
     options,
     refusal,
     train,
@@ -104,30 +102,6 @@ def test_all_of_another_run_goes_on_bit_for_bit(pool, source, tmp_path):
     )[0]["loaded"]
     assert "dataloader" in other.left_out
     assert any("its data differ" in line for line in other.notices)
-
-
-@pytest.mark.slow
-def test_a_source_that_cannot_be_used_is_named(pool, source, tmp_path):
-    damaged = shutil.copytree(source, tmp_path / "damaged")
-    shard = next((damaged / "step-4").glob("*.distcp"))
-    flip(shard)
-    (tmp_path / "empty").mkdir()
-    for path, told in (
-        (source / "step-9", "has no step-9"),
-        (tmp_path / "empty", "holds no checkpoints"),
-        (damaged / "step-4", f"{shard} has changed since it was written"),
-    ):
-        messages = pool(2).run(refusal, RUN, tmp_path / "own", 1, 1, initial_load_path=str(path))
-        assert len(set(messages)) == 1
-        assert not (tmp_path / "own").exists()
-        assert messages[0].startswith("checkpoint.initial_load_path: ")
-        assert told in messages[0]
-    loaded = pool(2).run(train, RUN, tmp_path / "own", 1, 1, initial_load_path=str(damaged))[0][
-        "loaded"
-    ]
-    assert loaded.folder == damaged / "step-2"
-    assert any(str(shard) in line for line in loaded.notices)
-    assert names(damaged) == ["step-2", "step-4"]
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ from titanlite.checkpoint.resume import save_seed
 from titanlite.cli.hub.compare_checkpoints import Contents
 from titanlite.data.loader import TrainLoader
 from titanlite.dist.dist_env import DistEnv
-from titanlite.runs.attempts import read_entries
 
 SEED = "--checkpoint.create_seed_checkpoint"
 
@@ -58,27 +57,9 @@ def test_last_save_holds_weights_only(pool, tmp_path):
     assert any("are converted" in line for line in found["said"])
     begun = Contents(tmp_path / "next" / "checkpoint" / "step-1")
     assert all(torch.equal(begun.read(name), last.read(name).float()) for name in weights)
-    whole = [*start, "--no-checkpoint.initial_load_model_only"]
-    error = pool(2).run(train_run, str(tmp_path / "whole"), *whole)[0]["error"]
-    assert "checkpoint.initial_load_model_only = true" in error
     shutil.move(root / "step-4", tmp_path / "step-4")
     assert pool(2).run(train_run, str(tmp_path / "only"), *flags)[0]["step"] == 4
     assert unequal(root / "step-4", tmp_path / "full" / "checkpoint" / "step-4") == []
-
-
-def test_the_last_save_for_transformers_is_reported_beside_saves_in_the_background(pool, tmp_path):
-    flags = [
-        "--checkpoint.async_mode=async",
-        "--checkpoint.model_weights_only",
-        "--checkpoint.last_save_in_hf",
-    ]
-    found = pool(1).run(
-        train_run, str(tmp_path), "--training.steps=2", "--no-validation.enable", *flags
-    )[0]
-    folder = tmp_path / "checkpoint" / "step-2-hf"
-    assert folder.is_dir()
-    assert _said(found, f"checkpoint of step 2 written to {folder} in ")
-    assert read_entries(tmp_path)[-1]["saved_step"] == 2
 
 
 def test_a_run_that_has_ended_stays_as_it_is_when_the_last_save_gets_another_form(pool, tmp_path):

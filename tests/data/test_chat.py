@@ -21,7 +21,6 @@ from titanlite import exit_codes
 from titanlite.cli import main as cli
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.errors import ConfigError
-from titanlite.config.load import load_file
 from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.chat import ChatTemplate, encode_chat, load_template
@@ -321,12 +320,6 @@ def phi3() -> dict[str, Any]:
     return with_tokens(parsed, "<|system|>", "<|user|>", "<|assistant|>", rstrip=True)
 
 
-def mistral_v3() -> dict[str, Any]:
-    first = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
-    parsed = of_pieces(normalizer=None, pre_tokenizer=first)
-    return with_tokens(parsed, "<unk>", "<s>", "</s>", "[INST]", "[/INST]")
-
-
 def qwen() -> dict[str, Any]:
     plain = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     cut = {"pattern": {"Regex": QWEN}, "behavior": "Isolated", "invert": False}
@@ -340,7 +333,6 @@ def qwen() -> dict[str, Any]:
 
 KINDS: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, str]]] = {
     "phi3": (phi3, PHI),
-    "mistral-v3": (mistral_v3, MISTRAL),
     "qwen": (qwen, CHATML),
 }
 
@@ -484,19 +476,3 @@ def test_own_functions_may_return_prompts():
         next(records)
     with pytest.raises(DataError, match="one_text returned 'its characters.*, expected documents"):
         next(own_records(f"{__name__}:one_text", "training.dataset"))
-
-
-def test_one_key_needs_the_other_also_in_a_source(tmp_path):
-    for key in ("prompt_key", "completion_key"):
-        with pytest.raises(ValueError, match=f"data: has {key} and needs "):
-            load_config("sft_debug.toml", 1, [f"--data.{key}=x"])
-    path = tmp_path / "run.toml"
-    sources = (
-        'name = "sft_test"\nprompt_key = "a"\ncompletion_key = "b"',
-        'name = "c4_test"\nprompt_key = "a"',
-    )
-    path.write_text("".join(f"[[data.source]]\n{source}\n" for source in sources))
-    with pytest.raises(ConfigError) as caught:
-        load_file(str(path))
-    (problem,) = caught.value.problems
-    assert (problem.code, problem.key) == ("needs", "data.source[1]")

@@ -23,7 +23,7 @@ from titanlite.cli.hub.compare_checkpoints import compare_ids
 from titanlite.data.text_files import BUNDLED, iter_records
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.data.tokenizer.export_files import hf_files
-from titanlite.data.tokenizer.hf_export import SAMPLES, as_tokenizer_json
+from titanlite.data.tokenizer.hf_export import SAMPLES
 
 TEXTS = (
     *SAMPLES,
@@ -102,18 +102,6 @@ def qwen(folder: Path) -> Path:
     return folder / "tokenizer.json"
 
 
-def llama_3_json(folder: Path) -> Path:
-    """A tokenizer.json alone, without a word on BOS, and with an end that others add."""
-    parsed = json.loads(
-        as_tokenizer_json(BUNDLED_TOKENIZER.read_bytes(), "tiktoken", load_tokenizer())
-    )
-    parsed["post_processor"]["processors"][-1]["single"].append(
-        {"SpecialToken": {"id": "<|begin_of_text|>", "type_id": 0}}
-    )
-    (folder / "tokenizer.json").write_text(json.dumps(parsed))
-    return folder / "tokenizer.json"
-
-
 def _copy(source: Path, target: Path) -> Path:
     target.write_bytes(source.read_bytes())
     return target
@@ -124,7 +112,6 @@ FAMILIES = ("llama", "mistral", "mixtral", "qwen3")
 KINDS: dict[Callable[[Path], Path], tuple[tuple[str, ...], str]] = {
     llama_2: (("llama", "mixtral"), "<s>"),
     llama_3: (FAMILIES, "<|begin_of_text|>"),
-    llama_3_json: (("llama", "qwen3"), "<|begin_of_text|>"),
     mistral_3: (("mistral",), "<s>"),
     qwen: (("qwen3", "llama"), "<|endoftext|>"),
 }
@@ -181,7 +168,7 @@ def test_files_that_give_the_ids_are_copied_as_they_are(tmp_path):
     assert again == {**first, "special_tokens_map.json": b'{"bos_token": "<s>"}'}
 
 
-def test_the_check_of_an_export_names_the_text_whose_ids_differ(tmp_path, monkeypatch):
+def test_the_check_of_an_export_names_the_text_whose_ids_differ(tmp_path):
     file = llama_2(tmp_path)
     folder = tmp_path / "export"
     folder.mkdir()
@@ -192,11 +179,6 @@ def test_the_check_of_an_export_names_the_text_whose_ids_differ(tmp_path, monkey
     ):
         compare_ids(str(file), folder)
     assert "not compared" in compare_ids(str(tmp_path / "gone.model"), folder)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "transformers is not installed" in compare_ids(str(file), folder)
-    found = hf_files(str(file))
-    assert found["tokenizer.model"] == BUNDLED_SENTENCEPIECE.read_bytes()
-    assert "tokenizer.json" not in found
 
 
 def test_without_transformers_an_export_has_no_tokenizer_of_a_neighbour(tmp_path, monkeypatch):

@@ -202,9 +202,6 @@ def test_a_vocabulary_over_65536_means_four_bytes(tmp_path):
 
 
 def test_a_type_that_says_nothing_new_is_refused(tmp_path):
-    path = write_llmc(tmp_path / "a.bin", [5, 6])
-    with pytest.raises(DataError, match="data.token_dtype: uint32 has no effect on .*a.bin, which"):
-        opened(path, dtype="uint32")
     text = tmp_path / "a.txt"
     text.write_text("one two")
     source = DataSource(path=str(text), token_dtype="uint16")

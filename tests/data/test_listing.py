@@ -177,11 +177,6 @@ def test_a_pattern_reads_what_it_finds_with_a_warning_for_several_splits_and_emp
     assert list_text(Place(f"{folder}/*.jsonl", split="train")).warning() is None
 
 
-def test_a_format_chooses_among_kinds(tmp_path):
-    folder = write_files(tmp_path, "a.parquet", "sample.jsonl", "notes.md")
-    assert read(folder, format="parquet") == ["a.parquet"]
-
-
 def test_stores_have_the_same_rules(tmp_path):
     pytest.importorskip("aiohttp")
     write_files(tmp_path / "files", *CLONE, "more/train.txt")

@@ -158,15 +158,6 @@ def test_off_and_small_texts_leave_no_file_and_auto_takes_no_folder_of_somebody_
     assert "belongs to another user" in logged()
 
 
-def test_threads_follow_cores_and_ranks(text, cache, monkeypatch, counted):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    load(text, "off", workers=None)
-    load(text, cache, workers=None)  # the other ranks wait for this one
-    load(text, "off", workers=5)
-    assert counted == [3, 8, 5]
-
-
 def test_a_wait_for_another_process_is_told_and_ends(text, cache, logged, monkeypatch):
     """The locks of two open files exclude each other, as those of two processes do."""
     load(text, cache)

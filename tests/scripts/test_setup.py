@@ -139,22 +139,6 @@ def test_a_bare_machine_installs_once_then_reuses_in_well_under_a_second(machine
 
 
 @pytest.mark.slow
-def test_uv_on_path_is_used_and_where_it_cannot_be_had_or_fails_pip_does_the_same(machine):
-    machine.python()
-    pip = ["pip: setuptools", "pip: ."]
-    without = machine.run("run_llama_train.sh", FAKE_FAIL="uv")
-    assert without.returncode == 0 and machine.installs() == ["venv", "pip: uv", *pip], (
-        without.stderr
-    )
-    machine.executable(machine.bin / "uv", UV)
-    (machine.root / "constraints.txt").write_text("torch==2.15.0\n")
-    failing = machine.run("run_llama_train.sh", FAKE_UV="2")
-    assert failing.returncode == 0
-    assert machine.installs() == ["uv: setuptools", *pip]
-    assert "pip installs the same" in failing.stderr
-
-
-@pytest.mark.slow
 def test_changed_inputs_and_another_place_bring_the_environment_up_to_date(machine):
     machine.python()
     machine.run("run_llama_train.sh")
