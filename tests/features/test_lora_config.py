@@ -30,7 +30,6 @@ def read(*flags: str, config: str = "llama3_1_8b", ranks: int = 8) -> RunConfig:
     [
         (["all-linear"], 7),
         (["wq", "wv"], 2),
-        (["q_proj", "v_proj"], 2),
         (["attention.wq", "mlp.down_proj"], 2),
     ],
 )

@@ -95,11 +95,6 @@ def _refused(world: DistEnv, folder: str, flags: list[str]) -> str:
 
 
 LAYOUTS = {
-    "tensor, loss in chunks": (
-        "tp 2",
-        2,
-        ["--training.tensor_parallel_degree=2", "--training.loss_chunks=3"],
-    ),
     "context": ("cp 2", 2, ["--experimental.context_parallel_degree=2"]),
     "pipeline of two ranks each": (
         "tp 2",

@@ -208,11 +208,6 @@ def test_chunks_and_document_masks_on_two_ranks_are_exact(pool, tmp_path, kind):
         ),
         (
             {"model_type": "mixtral", "num_local_experts": 4},
-            "parallelism.expert_parallel_degree",
-            "is not supported by the model hf: its ModelSpec has no experts",
-        ),
-        (
-            {"model_type": "mixtral", "num_local_experts": 4},
             "activation_checkpoint.selective_ac_option",
             "change results in place that it would save; take a number",
         ),
