@@ -215,7 +215,7 @@ def density_figures(source: Source) -> list[Figure]:
     limits = {"comprehensions": 22.2, "ternaries": 14.3, "tuple = tuple": 2.0}
     return [
         Figure(
-            "tokens", in_words(sizes), sizes, {"of the library": 354_500, "of the core": 320_000}
+            "tokens", in_words(sizes), sizes, {"of the library": 352_000, "of the core": 320_000}
         ),
         Figure("tokens a line", f"{dense}", {"": dense}, {"": 5.6}),
         Figure("lines over 100 characters", f"{wide}", {"": wide}, {"": 5}),
@@ -269,7 +269,7 @@ def room_figures(source: Source) -> list[Figure]:
     return [
         Figure("imports to a higher room", f"{upward}", {"": upward}, {"": 0}),
         Figure("rooms in a ring", f"{len(rings)} {' '.join(rings)}", {"": len(rings)}, {"": 0}),
-        Figure("tokens of contrib", f"{apart:,}", {"": apart}, {"": 35_500}),
+        Figure("tokens of contrib", f"{apart:,}", {"": apart}, {"": 34_600}),
         names_figure("rooms that import contrib", of_contrib),
     ]
 

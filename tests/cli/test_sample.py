@@ -1,14 +1,11 @@
-"""`titanlite sample`: the text of runs and of Hugging Face folders, as a stream and as JSON."""
+"""`titanlite sample`: the text of runs and of Hugging Face folders, as text and as JSON."""
 
 from __future__ import annotations
 
 import io
 import json
 import shutil
-import signal
-import subprocess
 import sys
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,6 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.support.checkpoints import write_weights
 from tests.support.hf import hf_folder
-from tests.support.processes import environment
 from titanlite import exit_codes, generate
 from titanlite.cli.hub.export_weights import open_source
 from titanlite.cli.main import main
@@ -89,79 +85,6 @@ def test_chat_renders_the_template_and_ends_with_the_turn(hf, sample, tmp_path):
     assert (one["ids"], one["text"], one["finish"]) == ([first], "", "stop")
 
 
-def _their_dialogue(hf: Path, lines: list[str], max_tokens: int, limit: int) -> list[str]:
-    """The greedy answers of `transformers`, each to its template of what was said before."""
-    model = LlamaForCausalLM.from_pretrained(hf).eval()
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(hf)
-    stop_ids = [*load_tokenizer(str(hf)).stop_ids, model.generation_config.eos_token_id]
-    messages: list[dict[str, str]] = []
-    answers = []
-    for line in lines:
-        messages.append({"role": "user", "content": line})
-        while True:
-            ids = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=False
-            )
-            if ids.size(1) + max_tokens <= limit:
-                break
-            del messages[:2]
-        found = model.generate(
-            ids,
-            do_sample=False,
-            max_new_tokens=max_tokens,
-            eos_token_id=stop_ids,
-            pad_token_id=0,
-        )
-        new = found[0, ids.size(1) :].tolist()
-        answers.append(tokenizer.decode(new[: len(new) - (new[-1] in stop_ids)]))
-        messages.append({"role": "assistant", "content": answers[-1].strip()})
-    return answers
-
-
-def test_a_dialogue_keeps_what_was_said_and_drops_the_oldest_turns(hf, sample, monkeypatch):
-    lines = ["Hello", "And you?", "Why?", "Who is it?"]
-    text = "\n".join([*lines[:2], "", "word " * 100, *lines[2:]])
-    terminal: Any = io.StringIO(text)
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stdin", terminal)
-    out, err = sample(hf, "--chat", "--temperature=0", "--max-tokens=8")
-    assert out.split("\n") == [*_their_dialogue(hf, lines, 8, 96), ""]
-    assert err.count("error: this message has ") == 1
-    assert "the model's context is 96: shorten it" in err
-    assert "the context no longer holds the oldest 1 turn" in err
-    assert err.count("the answer was cut: --max-tokens 8") == 3
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_the_answer_and_the_end_of_input_the_dialogue(hf, tmp_path):
-    """A checkpoint behind a pipe: an answer comes token by token."""
-    source = open_source(hf)
-    args = replace(source.args, max_seq_len=8192)
-    model = get_spec(source.family).build(args)
-    model.load_state_dict({name: source.read(name) for name in source.empty})
-    about = {"model": as_record(source.family, args), "tokenizer": {"path": str(hf)}}
-    step = write_weights(tmp_path, model, about)
-    words = ["-m", "titanlite", "sample", str(step), "--chat", "--max-tokens=8000", "--device=cpu"]
-    with subprocess.Popen(
-        [sys.executable, *words, "--context=8192"],
-        env=environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        bufsize=0,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        for _ in range(2):
-            process.stdin.write(b"Hello\n")
-            assert process.stdout.read(1), "the answer begins while it is written"
-            process.send_signal(signal.SIGINT)
-            while process.stdout.read(1) != b"\n":
-                pass
-        process.stdin.close()
-        assert process.wait(60) == 0
-
-
 def test_python_gets_the_text_of_the_command(hf, sample):
     options = {"max_tokens": 9, "top_k": 40, "top_p": 0.9, "temperature": 0.8, "seed": 5}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
@@ -217,7 +140,7 @@ def test_what_cannot_be_sampled_is_refused(golden, hf, sample, tmp_path, monkeyp
             "another tokenizer",
         ),
         ([golden.folder, "x", long], exit_codes.CONFIG, "prompt 2 has"),
-        ([golden.folder, "--chat"], exit_codes.CONFIG, "data.chat_template: the tokenizer"),
+        ([golden.folder, "x", "--chat"], exit_codes.CONFIG, "data.chat_template: the tokenizer"),
         ([golden.folder, "x", "--training.steps=3"], exit_codes.CONFIG, "takes no --section.key"),
     ):
         assert message in sample(*words, code=code)[1]

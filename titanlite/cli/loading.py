@@ -6,7 +6,7 @@ Torch is imported late.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -69,25 +69,25 @@ class LoadedModel:
 
     def write(
         self, prompt: Sequence[int], max_tokens: int, sampling: Sampling, number: int
-    ) -> Iterator[tuple[list[int], str]]:
-        """Yield all new ids and their text after each token."""
+    ) -> tuple[list[int], str]:
+        """Return the new ids and their text. number: of the prompt, for its random draws."""
         from titanlite.models.generate import generate_ids, text_after
 
-        ids: list[int] = []
-        for token in generate_ids(
-            self.model,
-            prompt,
-            max_tokens=max_tokens,
-            limit=self.limit,
-            sampling=sampling,
-            stop_ids=self.stop_ids,
-            head=self.head,
-            vocab=self.tokenizer.vocab_size,
-            number=number,
-        ):
-            ids.append(token)
-            shown = [one for one in ids if one not in self.stop_ids]
-            yield ids, text_after(self.tokenizer, prompt, shown)
+        ids = list(
+            generate_ids(
+                self.model,
+                prompt,
+                max_tokens=max_tokens,
+                limit=self.limit,
+                sampling=sampling,
+                stop_ids=self.stop_ids,
+                head=self.head,
+                vocab=self.tokenizer.vocab_size,
+                number=number,
+            )
+        )
+        shown = [one for one in ids if one not in self.stop_ids]
+        return ids, text_after(self.tokenizer, prompt, shown)
 
 
 def add_arguments(parser: Parser) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,15 +33,13 @@ def add_command(commands: Commands) -> None:
         "sample",
         "continue text with a checkpoint",
         "Continue each TEXT with the weights of a checkpoint, on one device. Without TEXT the "
-        "prompt is read from standard input, and with --chat each line of it is a turn of a "
-        "dialogue. The text goes to standard output, figures go to "
+        "prompt is read from standard input. The text goes to standard output, figures go to "
         "standard error.",
     )
     add_arguments(parser)
     add = parser.add
     add("prompts", "a prompt (default: standard input)", "TEXT", nargs="*")
-    chat = "each prompt is a user's message, rendered by the chat template; without TEXT a dialogue"
-    add("--chat", chat)
+    add("--chat", "each prompt is a user's message, rendered by the chat template")
     add("--max-tokens", "most tokens to write (default: 256)", "N", type=int, default=256)
     greedy = "0: always the most probable token (default: 1)"
     add("--temperature", greedy, "T", type=float, default=1.0)
@@ -56,21 +53,13 @@ def _run(arguments: argparse.Namespace) -> str:
     numbers = (arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     _check(arguments.max_tokens, *numbers)
     check_weights(to_path(arguments.checkpoint))
-    prompts = arguments.prompts
-    is_dialogue = arguments.chat and not prompts and not arguments.json
-    if not (prompts or is_dialogue):
-        prompts = [sys.stdin.read().removesuffix("\n")]
+    prompts = arguments.prompts or [sys.stdin.read().removesuffix("\n")]
     setup_console(0, None, sys.stderr)  # standard output has the result alone
     loaded = load_model(arguments)
     from titanlite.models.generate import Sampling
 
     say(loaded.summary)
     sampling = Sampling(*numbers)
-    if is_dialogue:
-        from titanlite.cli.chat import hold_dialogue
-
-        hold_dialogue(loaded, arguments.max_tokens, sampling)
-        return ""
     started = time.perf_counter()
     found = _continued(loaded, prompts, arguments.chat, arguments.max_tokens, sampling)
     tokens = sum(len(one["ids"]) for one in found)
@@ -159,7 +148,7 @@ def _continued(
         encoded.append(ids)
     found = []
     for number, ids in enumerate(encoded):
-        ((written, text),) = deque(loaded.write(ids, max_tokens, sampling, number), maxlen=1)
+        written, text = loaded.write(ids, max_tokens, sampling, number)
         finish = "context" if len(ids) + len(written) >= loaded.limit else "length"
         if written[-1] in loaded.stop_ids:
             finish = "stop"
