@@ -50,7 +50,6 @@ BY_NAME = Counter(
         "data/tokenizer/hf_export.py": 1,
         "exit_codes.py": 1,
         "contrib/hub/command.py": 1,
-        "contrib/resilience/write.py": 1,
         "features/lora/peft.py": 2,
         "assembly/error_exit.py": 2,
         "runs/lock.py": 5,
