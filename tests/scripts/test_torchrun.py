@@ -227,7 +227,8 @@ if not os.path.exists(sys.argv[1]):
 barrier(store, rank, size, patience=20, limit=20)
 if os.environ["GROUP_RANK"] == "1":
     end_process(GUARD)
-time.sleep(1)
+# The other machine's torchrun sees the end before; a busy one needs seconds.
+time.sleep(5)
 end_process(LOST_PEER)
 """
 
