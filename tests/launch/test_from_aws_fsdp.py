@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import shlex
+import subprocess
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -373,3 +376,27 @@ def test_the_cluster_of_parallelcluster_has_the_queues_types_and_folders_of_its_
     assert types == {"p5": "p5.48xlarge", "p4d": "p4d.24xlarge"}
     assert [one["MountDir"] for one in cluster["SharedStorage"]] == ["/fsx"]
     assert f"--launch.queue p5 --launch.nodes 4 --launch.instance_type {types['p5']}" in page
+
+
+@pytest.mark.soak
+def test_parallelcluster_itself_takes_the_cluster_and_no_misspelt_key(tmp_path):
+    # Its packages exclude titanlite's, so it gets an environment of its own.
+    venv.create(tmp_path, with_pip=True)
+    own = tmp_path / "bin" / "python"
+    package = "aws-parallelcluster==3.16.1"
+    subprocess.run([own, "-m", "pip", "install", "--quiet", package], check=True)
+    cluster = (ROOT / "deploy" / "examples" / "slurm" / "cluster.yaml").read_text()
+    code = """
+import sys, yaml
+from pcluster.schemas.cluster_schema import ClusterSchema
+cluster = ClusterSchema(cluster_name="x").load(yaml.safe_load(sys.stdin))
+print([queue.name for queue in cluster.scheduling.queues])
+"""
+    environment = {**os.environ, "AWS_DEFAULT_REGION": "us-east-1"}
+    for text, found in ((cluster, "['p5', 'p4d']"), (cluster.replace("Efa:", "Efo:", 1), "Efo")):
+        done = subprocess.run(
+            [own, "-c", code], input=text, text=True, capture_output=True, env=environment
+        )
+        lines = done.stdout if done.returncode == 0 else done.stderr
+        assert found in lines.splitlines()[-1], lines
+        assert (done.returncode == 0) == (text == cluster)
