@@ -20,6 +20,7 @@ from tests.support.words import listening
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.contrib.resilience.copies import Copies, keepers_of
+from titanlite.contrib.resilience.folder import LocalFolder
 from titanlite.contrib.resilience.manager import TieredCheckpointer
 from titanlite.dist.dist_env import DistEnv
 from titanlite.resolve.load import check_config
@@ -375,3 +376,14 @@ def _read(*flags: str) -> RunConfig:
 def test_an_interval_in_seconds_is_longer_than_any_number_of_steps():
     more = ["--checkpoint.interval_type=seconds", "--checkpoint.interval=10"]
     assert _read(FOLDER, *more).checkpoint.local_interval == 50
+
+
+def test_folders_of_others_are_neither_read_nor_deleted(tmp_path):
+    own, copied, *others = (
+        tmp_path / name / "step-5" for name in ("rank-0", "copy-1", "rank-0.bak", "old-saves")
+    )
+    for folder in (own, copied, *others):
+        folder.mkdir(parents=True)
+    LocalFolder(tmp_path, 0).clear(())
+    assert not own.exists() and not copied.exists()
+    assert all(folder.is_dir() for folder in others)

@@ -23,6 +23,7 @@ GENERATORS = "generators.bin"
 #: Entry of a local manifest's train state: {"save": id of the save, "layout": of the tensors,
 #: "line": as `Past.line`}.
 ABOUT = "local_save"
+_PART = re.compile(r"(?:rank|copy)-(\d+)/step-\d+")
 _ID = re.compile(r"[0-9a-f]{16}")
 
 
@@ -97,9 +98,11 @@ class LocalFolder:
         """
         folders = []
         with contextlib.suppress(OSError):
-            folders = sorted(self.root.glob("*-*/step-*"))
+            folders = sorted(self.root.glob("*/step-*"))
         for folder in folders:
-            yield int(folder.parent.name.partition("-")[2]), folder
+            # Other folders are no saves: they are neither read nor deleted.
+            if part := _PART.fullmatch(f"{folder.parent.name}/{folder.name}"):
+                yield int(part[1]), folder
 
 
 def _holds(folder: Path, saves: Collection[str]) -> bool:
