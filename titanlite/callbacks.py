@@ -201,6 +201,7 @@ class Callbacks:
 
     @staticmethod
     def call(callback: Callback, point: str, *args: Any) -> Any:
+        """Call one point of one callback. Raises CallbackError, as calls of all do."""
         try:
             with no_exit(_name(callback)):
                 return getattr(callback, point)(*args)

@@ -66,7 +66,10 @@ def add_commands(commands: Commands) -> None:
 
 
 def _widths(text: str) -> list[int]:
-    return sorted({at_least(1)(part) for part in text.split(",")})
+    try:
+        return sorted({at_least(1)(part) for part in text.split(",")})
+    except ValueError:
+        raise argparse.ArgumentTypeError("give positive widths, as 64,128,256") from None
 
 
 def _check(arguments: argparse.Namespace) -> tuple[str, int]:
