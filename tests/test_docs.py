@@ -104,6 +104,49 @@ def test_messages_in_troubleshooting_are_in_the_code():
     assert not unknown
 
 
+def test_modules_that_a_room_names_are_there():
+    """The first lines of a folder's `__init__.py` say what is inside."""
+    rooms = [path.parent for path in (ROOT / "titanlite").glob("*/__init__.py")]
+    named = 0
+    for room in rooms:
+        text = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
+        for name in set(re.findall(r"`([a-z_0-9]+)/?`", text)) - {"titanlite"}:
+            assert (room / f"{name}.py").exists() or (room / name).is_dir(), f"{room.name}: {name}"
+            named += 1
+    assert named > 50
+
+
+def test_files_and_names_in_architecture_are_there():
+    page = (DOCS / "architecture.md").read_text()
+    folders = (
+        "titanlite",
+        "tests",
+        "docs",
+        "scripts",
+        "train_configs",
+        "deploy",
+        "examples",
+        "benchmarks",
+        ".ci",
+    )
+    files = [
+        *ROOT.glob("*.*"),
+        *(path for folder in folders for path in (ROOT / folder).rglob("*.*")),
+    ]
+    paths = "\n".join(f"/{path.relative_to(ROOT)}\n" for path in files)
+    named = set(re.findall(r"[\w./-]+\.(?:py|sh|toml|md|txt|json)\b", page))
+    assert len(named) > 40
+    assert not [name for name in named if f"/{name}\n" not in paths]
+    code = "\0".join(path.read_text() for path in (ROOT / "titanlite").rglob("*.py"))
+    words = {
+        word
+        for name in re.findall(r"`([^`\n/ ]+)`", page)
+        for word in re.findall(r"[A-Za-z_]\w{3,}", name)
+    }
+    assert len(words) > 40
+    assert not [word for word in words if not re.search(rf"\b{word}\b", code)]
+
+
 def test_names_that_the_pages_import_are_there():
     text = "\n".join(page.read_text() for page in PAGES if page.name not in OWN_NAMES)
     one_line = r"([^(\n]+)$"

@@ -29,6 +29,11 @@ TINY = (
     "--validation.enable=false",
     "--metrics.enable_tensorboard=false",
 )
+#: Tests of the core that run without any of them.
+CORE = (
+    "tests/config/test_layers.py",
+    "tests/checkpoint/test_retention.py",
+)
 
 
 def copy_without(folder: Path, *names: str) -> Path:
@@ -95,9 +100,12 @@ def test_all_else_works_without_a_folder_and_its_commands_and_keys_are_refused_b
 
 
 @pytest.mark.slow
-def test_a_run_trains_without_contrib(tmp_path):
+def test_a_run_trains_and_tests_of_the_core_pass_without_contrib(tmp_path):
     copy = copy_without(tmp_path / "copy", *FOLDERS)
     assert losses(copy, tmp_path / "run") == losses(ROOT, tmp_path / "plain")
+    words = ["-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *CORE]
+    done = python(*words, cwd=copy, env={"PYTHONPATH": str(copy)})
+    assert done.returncode == 0, done.stdout
 
 
 def losses(root: Path, dump: Path) -> list[float]:
@@ -108,3 +116,18 @@ def losses(root: Path, dump: Path) -> list[float]:
     assert done.returncode == 0, done.stderr
     lines = (dump / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
+
+
+#: Imports for type checkers alone.
+TYPES = re.compile(r"if TYPE_CHECKING:\n(?:    .*\n|\n)+")
+
+
+def test_the_core_names_contrib_in_the_table_of_doors_alone():
+    library = ROOT / "titanlite"
+    found = set()
+    for file in library.rglob("*.py"):
+        place = file.relative_to(library)
+        text = TYPES.sub("", file.read_text(encoding="utf-8"))
+        if place.parts[0] != "contrib" and re.search(r"(from |import |\")titanlite\.contrib", text):
+            found.add(str(place))
+    assert found == {"doors.py"}

@@ -30,7 +30,8 @@ from tests.support.hf_compare import sizes_of
 from tests.support.llamas import relative
 from tests.support.pool import Pools
 from tests.support.tiny import KEPT_TOKENS
-from tests.support.whole_runs import losses_of
+from tests.support.watch import GATHER, REDUCE, Sent, Wire
+from tests.support.whole_runs import losses_of, make_trainer
 from titanlite import exit_codes
 from titanlite.assembly.build import build
 from titanlite.assembly.datasets import read_datasets
@@ -269,6 +270,26 @@ def test_a_run_takes_only_its_own_kind_of_adapters(pool, tmp_path, base, adapter
 # With other features
 
 
+def _sent(world: DistEnv, folder: str, *flags: str) -> list[Sent]:
+    """Take a step; the collectives of FSDP."""
+    parts = make_trainer(world, folder, *flags).parts
+    seen: list[Sent] = []
+    with Wire(seen.append):
+        parts.train_step(parts.loader.next_step(), 1, 1e-3)
+    parts.close()
+    return [sent for sent in seen if sent.name in (GATHER, REDUCE)]
+
+
+@pytest.mark.slow
+def test_adapters_alone_are_reduced(pool, tmp_path, base):
+    flags = run_flags(base, "--training.steps=1", "--no-checkpoint.verify_saves")
+    found = pool(2).run(_sent, str(tmp_path), *flags)[0]
+    linears = {(64, 64): 2, (64, 32): 2, (64, 256): 3}
+    adapters = sum(count * RANK * (a + b) for (a, b), count in linears.items())
+    assert [sent.bytes_in for sent in found if sent.name == REDUCE] == [4 * adapters] * 2
+    assert max(sent.bytes_out for sent in found) >= 4 * 2304 * 64, "the base is gathered"
+
+
 @pytest.mark.slow
 def test_documents_and_averages(pool, tmp_path, base):
     flags = run_flags(
@@ -300,6 +321,8 @@ def test_documents_and_averages(pool, tmp_path, base):
 
 def test_commands_take_adapters(tmp_path, base, trained, capsys):
     sample = ["sample", str(trained), "Once upon", "--temperature=0", "--max-tokens=4"]
+    code, out = run_command([*sample, "--json"], capsys)
+    assert code == 0 and json.loads(out)
     assert run_command(["export", str(trained), str(tmp_path / "merged")], capsys)[0] == 0
     merged = ["sample", str(tmp_path / "merged"), *sample[2:], "--json"]
     text = [

@@ -31,7 +31,7 @@ from tests.support.harness import (
     micro_batches,
     train,
 )
-from tests.support.watch import Operators
+from tests.support.watch import GATHER, Operators, count_collectives
 from titanlite.config.sections import ActivationCheckpoint, Training
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import get_spec
@@ -147,6 +147,16 @@ def test_every_nth_block_is_the_nth_the_2nth_and_so_on_also_in_a_part_of_the_mod
             apply_ac(build(NONE), BLOCKS, ActivationCheckpoint(selective_ac_option=option), CPU)
             == expected
         )
+
+
+@pytest.mark.slow
+def test_weights_are_gathered_no_more_often(pool):
+    """A block is gathered once for the backward, in which its recomputation lies."""
+    run = replace(RUN, training=full_precision(reshard_after_forward="always"))
+    plain = pool(2).run(count_collectives, run)[0]
+    assert plain[GATHER, torch.float32] == 2 * (FOUR.n_layers + 2)
+    for activations in (FULL, OP):
+        assert pool(2).run(count_collectives, replace(run, activations=activations))[0] == plain
 
 
 def test_the_policy_names_operators_that_exist():

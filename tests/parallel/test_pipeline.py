@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,9 @@ from tests.support.compare import LABELS, SEQ, TOKENS, WARM
 from tests.support.harness import (
     TINY,
     Run,
+    build_tiny,
     initial_weights,
+    micro_batches,
     run_stages,
     stepper,
     train,
@@ -22,6 +25,7 @@ from tests.support.harness import (
 )
 from tests.support.llamas import relative
 from tests.support.reference import Curve
+from tests.support.watch import GATHER, REDUCE, Wire
 from titanlite.dist import ParallelismError
 from titanlite.dist.dist_env import DistEnv
 from titanlite.features.pipeline.stage_layout import split_stages
@@ -64,6 +68,28 @@ def test_each_rank_holds_its_stages_alone_and_starts_as_one_rank_does(pool, sche
         assert_equal(own, {name: one for name, one in whole.items() if name.startswith(names)})
         assert held == 2 * sum(tensor.numel() for tensor in own.values())  # two moments of AdamW
         assert layers == ["tok_embeddings", *(f"layers.{i}" for i in range(4)), "norm", "output"]
+
+
+def _communication(world: DistEnv, run: Run) -> Counter[str]:
+    """The collectives of a second step, by name."""
+    model, optimizer, rank = build_tiny(world, run)
+    pipeline = run_stages(model, run, world, cross_entropy_sum)
+    assert pipeline is not None
+    data = micro_batches(run, 0, rank, run.mesh(world.size).dp_degree)
+    seen: Counter[str] = Counter()
+    for wire in (Wire(lambda sent: None), Wire(lambda sent: seen.update([sent.name]))):
+        with wire:
+            pipeline.forward_backward(data, torch.tensor(100))
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.slow
+def test_weights_are_gathered_and_gradients_reduced_once_for_all_micro_batches(pool):
+    """Groups: two blocks and the embedding, or norm with head. Four micro-batches."""
+    seen = pool(4).run(_communication, RUN)
+    assert [(rank[GATHER], rank[REDUCE]) for rank in seen] == [(3, 3)] * 4
+    assert [(rank["send"], rank["recv"]) for rank in seen] == [(4, 4)] * 4
 
 
 def _train_without_views(world: DistEnv, run: Run) -> Curve:

@@ -76,6 +76,20 @@ def test_a_card_shows_spread_losses_and_the_formula_with_its_numbers(run):
     assert "| tokens in a step | 512 | not run | 512 |" in card.write(page, {"c": cells["a"]}, {})
 
 
+def test_a_run_of_too_few_steps_has_no_speed(run):
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1, "tps": 5}))
+    assert card.figures(run) == {"steps": 1}
+
+
+def test_the_hash_of_a_config_is_that_of_its_values(run):
+    file = run / "config.toml"
+    first = card.config_hash(file)
+    file.write_text("# A comment.\n" + CONFIG.replace('"./outputs/debug_model"', '"elsewhere"'))
+    assert card.config_hash(file) == first
+    file.write_text(CONFIG.replace("lr = 3e-3", "lr = 3.1e-3"))
+    assert card.config_hash(file) != first
+
+
 @pytest.mark.parametrize("store", CARDS, ids=lambda store: store.stem)
 def test_a_card_is_the_page_of_its_numbers_and_listed(store):
     text = card.text_of(json.loads(store.read_text()))

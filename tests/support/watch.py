@@ -63,7 +63,7 @@ class Wire(TorchDispatchMode):
         if func.namespace == "c10d" and "barrier" not in str(func):
             name = str(func).split(".")[1].strip("_")
             out = _first(args[0])
-            into = out if name == SUM else _first(args[1])
+            into = out if name in (SUM, "send", "recv") else _first(args[1])
             self.note(Sent(name, into.dtype, into.nbytes, out.nbytes))
         return func(*args, **(kwargs or {}))
 

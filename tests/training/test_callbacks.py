@@ -12,7 +12,7 @@ import torch
 from tests.support.processes import TORCHRUN, python
 from tests.support.tiny import TWENTY_STEPS
 from tests.support.whole_runs import make_trainer
-from titanlite import exit_codes
+from titanlite import doors, exit_codes, main
 from titanlite.assembly.own_callbacks import load_callbacks
 from titanlite.callbacks import Callback, CallbackError, Callbacks, RunEnd
 from titanlite.checkpoint.manifest import read_manifest
@@ -20,8 +20,10 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.import_objects import resolve
 from titanlite.config.load import load_file
 from titanlite.dist.dist_env import DistEnv
-from titanlite.dist.signals import StopRequested
+from titanlite.dist.launch_env import read_launch_env
+from titanlite.dist.signals import StopRequested, StopSignal
 from titanlite.optim.bad_step_errors import BadStepError
+from titanlite.resolve.load import check_config
 from titanlite.runs.attempts import read_entries
 from titanlite.trainer import Trainer
 
@@ -240,6 +242,35 @@ def test_what_cannot_be_loaded_is_a_config_error(tmp_path, monkeypatch, path, wo
     assert not [name for name in sys.modules if "broken" in name and name.startswith("titanlite_")]
 
 
+#: Trackers of a package of somebody else.
+TRACKERS = """
+from titanlite.metrics.tracker_base import Tracker
+
+number = 7
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("raises:Mine", "ZeroDivisionError"),
+        ("theirs:Missing", "AttributeError"),
+        ("theirs:number", "TypeError"),
+    ],
+)
+def test_a_tracker_that_cannot_be_loaded_is_a_config_error(tmp_path, monkeypatch, place, words):
+    (tmp_path / "theirs.py").write_text(TRACKERS)
+    (tmp_path / "raises.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(doors.OURS["trackers"], "mine", place)
+    asked, config = check_config(["--metrics.trackers=mine"], 1)
+    with pytest.raises(ConfigError) as caught:
+        main._Rank(read_launch_env(), asked, config, StopSignal()).load_code()
+    (problem,) = caught.value.problems
+    assert problem.key == "metrics.trackers"
+    assert f"the tracker 'mine' ({place}) {words}: " in problem.message
+
+
 # The process
 
 
@@ -249,17 +280,36 @@ class Settings(Callback):
         self.seen = strict, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
 
 
-def _deterministic(world: DistEnv, folder: str) -> tuple[bool, str | None]:
-    """Train with debug.deterministic; return the settings, which the pool puts back."""
-    trainer = make_trainer(world, folder, "--training.steps=2", "--debug.deterministic")
-    settings = Settings()
-    trainer.callbacks = Callbacks([*trainer.parts.callbacks, settings])
-    trainer.train()
-    return settings.seen
+def _deterministic(
+    world: DistEnv, folder: str
+) -> list[tuple[tuple[bool, str | None], dict[str, bytes]]]:
+    """Train twice with debug.deterministic; settings of the process, bits of this rank's
+    weights.
+    """
+    found = []
+    try:
+        for turn in ("first", "again"):
+            settings = Settings()
+            flags = ("--training.steps=2", "--debug.deterministic")
+            trainer = make_trainer(world, f"{folder}/{turn}", *flags)
+            trainer.callbacks = Callbacks([*trainer.parts.callbacks, settings])
+            trainer.train()
+            weights = trainer.parts.model.state_dict().items()
+            bits = {name: weight.to_local().numpy().tobytes() for name, weight in weights}
+            found.append((settings.seen, bits))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    return found
 
 
-def test_a_deterministic_run_asks_torch_and_cublas_for_it(pool, tmp_path):
-    assert pool(2).run(_deterministic, str(tmp_path)) == [(True, ":4096:8")] * 2
+def test_a_deterministic_run_repeats_to_the_bit(pool, tmp_path):
+    for first, again in pool(2).run(_deterministic, str(tmp_path)):
+        assert first == again
+        settings, weights = first
+        assert settings == (True, ":4096:8")
+        assert len(weights) > 20
 
 
 class ForeignError(RuntimeError):

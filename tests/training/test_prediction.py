@@ -19,20 +19,22 @@ from titanlite.callbacks import Callback
 from titanlite.cli.main import main
 from titanlite.metrics import throughput
 from titanlite.resolve.load import check_config
+from titanlite.runs.attempts import read_attempts
 from titanlite.runs.prediction import compare, keep, read
 from titanlite.runs.record import AttemptRecord
 from titanlite.trainer import Trainer
 
 FLAGS = [*EIGHT_STEPS, "--validation.steps=1", "--validation.seq_len=16", "--validation.freq=20"]
-FLAGS.append("--training.steps=140")
 #: A step of 64 tokens takes 0.01 s by the clock of these runs; that is the plan's middle.
 RATE = 6400.0
 
 
 class Clock(Callback):
-    """Stands in for the module `time`: steps take 10 ms, those from 41 on 20 ms."""
+    """Stands in for the module `time`: steps take 10 ms, those from `slow` on 20 ms."""
 
-    now = 0.0
+    def __init__(self, slow: int) -> None:
+        self.slow = slow
+        self.now = 0.0
 
     def perf_counter(self) -> float:
         return self.now
@@ -41,22 +43,22 @@ class Clock(Callback):
 
     def on_phase(self, trainer: Trainer, phase: str) -> None:
         if phase == "optimizer":
-            self.now += 0.02 if trainer.step > 40 else 0.01
+            self.now += 0.02 if trainer.step >= self.slow else 0.01
 
 
-def _timed(world, folder):
-    clock = Clock()
+def _timed(world, folder, steps, slow):
+    clock = Clock(slow)
     with patch.object(throughput, "time", clock):
-        trainer = make_trainer(world, folder, *FLAGS)
+        trainer = make_trainer(world, folder, *FLAGS, f"--training.steps={steps}")
         # Before the callback of the figures.
         trainer.callbacks._at["on_phase"].insert(0, clock)
         return outcome_of(trainer, folder)
 
 
-def kept(capsys, folder, ranks):
+def kept(capsys, folder, ranks, steps):
     """Keep the plan of a run, with a rate that its clock meets; return what `plan --json` has."""
-    words = ["debug_model.toml", *FLAGS, "--gpu", "h100-80g", "--gpus", str(ranks)]
-    words += [f"--job.dump_folder={folder}", "--keep", "--json"]
+    words = ["debug_model.toml", *FLAGS, f"--training.steps={steps}", "--gpu", "h100-80g"]
+    words += ["--gpus", str(ranks), f"--job.dump_folder={folder}", "--keep", "--json"]
     assert main(["plan", *words]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert read(folder) == {"plan": plan}
@@ -70,11 +72,11 @@ def kept(capsys, folder, ranks):
 def test_a_run_that_leaves_its_prediction_tells_it_once_after_exactly_fifty_steps(
     pool, tmp_path, capsys, ranks
 ):
-    plan = kept(capsys, tmp_path, ranks)
+    plan = kept(capsys, tmp_path, ranks, 140)
     points = ((1, 20.0), (79, 20.0), (80, 0.2), (140, 0.2))
     curve = [{"step": step, "loss": 0.1, "low": 0.0, "high": high} for step, high in points]
     keep(tmp_path, loss={"curve": curve})
-    found = pool(ranks).run(_timed, str(tmp_path))[0]
+    found = pool(ranks).run(_timed, str(tmp_path), 140, 41)[0]
     slow, loss = found["events"]
     assert (slow["step"], slow["kind"], slow["figure"]) == (90, "prediction", "tps")
     assert slow["measured"] == pytest.approx(RATE / ranks / 2)
@@ -98,6 +100,16 @@ def test_a_run_that_leaves_its_prediction_tells_it_once_after_exactly_fifty_step
     measured, predicted = RATE / ranks / 2, RATE / ranks
     line = f"{measured:,.0f} tokens/s per device, predicted {predicted:,.0f} ("
     assert line in capsys.readouterr().out
+
+
+def test_a_run_as_predicted_raises_no_alarm(pool, tmp_path, capsys):
+    kept(capsys, tmp_path, 1, 300)
+    curve = [{"step": step, "loss": 5.0, "low": 0.0, "high": 20.0} for step in (1, 300)]
+    keep(tmp_path, loss={"steps": 300, "curve": curve})
+    (found,) = pool(1).run(_timed, str(tmp_path), 300, 301)
+    assert found["events"] == [] and found["step"] == 300
+    (attempt,) = read_attempts(tmp_path)
+    assert attempt["predicted"].keys() == {"plan", "loss"} and attempt["state"] == "done"
 
 
 def _plan():
