@@ -3,7 +3,8 @@
 
 usage: python scripts/recipe.py NAME
 
-NAME: words of the recipe's heading, as `figure`. Without one: list the recipes.
+NAME: words of the recipe's heading, as `figure`. Without one: list the recipes. No recipe of that
+name: list them on standard error, and exit with 1.
 """
 
 from __future__ import annotations
@@ -72,14 +73,21 @@ def _names(node: ast.stmt) -> Iterator[str]:
 
 
 def main() -> None:
-    words = sys.argv[1:]
-    for heading, text in recipes().items():
-        if not words:
-            print(heading)
-        elif all(word.lower() in heading.lower() for word in words):
-            print(f"## {heading}\n{text}")
-            for file, symbol in dict.fromkeys(PLACE.findall(text)):
-                print(f"--- {file}:{symbol}\n{imports(file, symbol)}{source(file, symbol)}\n")
+    words = [word.lower() for word in sys.argv[1:]]
+    if not words:
+        print("\n".join(recipes()))
+        return
+    chosen = {
+        heading: text
+        for heading, text in recipes().items()
+        if all(word in heading.lower() for word in words)
+    }
+    if not chosen:
+        sys.exit("no heading has all of these words; the recipes:\n" + "\n".join(recipes()))
+    for heading, text in chosen.items():
+        print(f"## {heading}\n{text}")
+        for file, symbol in dict.fromkeys(PLACE.findall(text)):
+            print(f"--- {file}:{symbol}\n{imports(file, symbol)}{source(file, symbol)}\n")
 
 
 if __name__ == "__main__":

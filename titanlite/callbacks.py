@@ -14,7 +14,7 @@ that run is in `titanlite.assembly.callbacks`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -176,12 +176,7 @@ class Callbacks:
                 raise CallbackError(
                     f"{_name(callback)}: its state_dict is no JSON object: {error}"
                 ) from error
-            taken = sorted(state.keys() & entries.keys())
-            if taken:
-                raise CallbackError(
-                    f"{_name(callback)}: the train state has {taken[0]!r} already: choose another "
-                    "name"
-                )
+            self.refuse_taken(callback, entries, state, "the train state")
             state |= entries
 
     def end(self, trainer: Trainer, end: RunEnd) -> None:
@@ -198,6 +193,17 @@ class Callbacks:
                 logger.error(str(error))
         if failed is not None and end.error is None:
             raise failed
+
+    @staticmethod
+    def refuse_taken(
+        callback: Callback, entries: Iterable[str], taken: Collection[str], holder: str
+    ) -> None:
+        """Raise CallbackError for an entry that `holder` has of somebody else."""
+        for name in entries:
+            if name in taken:
+                raise CallbackError(
+                    f"{_name(callback)}: {holder} has {name!r} already: choose another name"
+                )
 
     @staticmethod
     def call(callback: Callback, point: str, *args: Any) -> Any:

@@ -14,7 +14,7 @@ from tests.support.tiny import TWENTY_STEPS
 from tests.support.whole_runs import make_trainer
 from titanlite import doors, exit_codes, main
 from titanlite.assembly.own_callbacks import load_callbacks
-from titanlite.callbacks import Callback, CallbackError, Callbacks, RunEnd
+from titanlite.callbacks import Callback, CallbackError, Callbacks, Figures, RunEnd
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import ConfigError
 from titanlite.config.import_objects import resolve
@@ -111,27 +111,43 @@ class RaisesAtALog(Callback):
         1 / 0  # noqa: B018
 
 
-def _raised(world: DistEnv, folder: str, kind: type[Callback]) -> str:
+class Twice(Figures):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def sums(self, trainer: Trainer) -> torch.Tensor:
+        return torch.zeros(1)
+
+    def figures(self, trainer: Trainer, sums: list[float]) -> dict[str, float]:
+        return {"mine": 0.0, self.name: 0.0}
+
+
+def _raised(world: DistEnv, folder: str, *callbacks: Callback) -> tuple[str, str]:
     trainer = make_trainer(world, folder, *FLAGS)
-    trainer.callbacks = Callbacks([*trainer.parts.callbacks, kind()])
+    trainer.callbacks = Callbacks([*trainer.parts.callbacks, *callbacks])
     with pytest.raises(CallbackError) as caught:
         trainer.train()
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    return str(caught.value)
+    return str(caught.value), type(caught.value.__cause__).__name__
 
 
 def test_a_callback_that_raises_ends_the_run_with_its_name(pool, tmp_path):
-    (said,) = pool(1).run(_raised, str(tmp_path / "log"), RaisesAtALog)
-    assert (
-        said
-        == f"callback {__name__}:RaisesAtALog failed in on_log: ZeroDivisionError: division by zero"
-    )
-    (said,) = pool(1).run(_raised, str(tmp_path), RaisesAtTheEnd)
-    assert (
-        "test_callbacks:RaisesAtTheEnd failed in on_step_end: ZeroDivisionError: on purpose" in said
-    )
+    ((said, cause),) = pool(1).run(_raised, str(tmp_path / "log"), RaisesAtALog())
+    error = "ZeroDivisionError: division by zero"
+    assert said == f"callback {__name__}:RaisesAtALog failed in on_log: {error}"
+    assert cause == "ZeroDivisionError"
+    ((said, cause),) = pool(1).run(_raised, str(tmp_path), RaisesAtTheEnd())
+    error = "ZeroDivisionError: on purpose"
+    assert f"test_callbacks:RaisesAtTheEnd failed in on_step_end: {error}" in said
+    assert cause == "ZeroDivisionError"
     end = read_entries(tmp_path)[-1]
     assert (end["state"], end["step"], end["exit_code"]) == ("failed", 2, exit_codes.ERROR)
+
+
+@pytest.mark.parametrize("taken", ["loss", "step", "time", "mine"])
+def test_a_figure_of_your_own_takes_no_name_of_the_log_or_of_another(taken, pool, tmp_path):
+    own = [Twice("other"), Twice("third")] if taken == "mine" else [Twice(taken)]
+    ((said, _),) = pool(1).run(_raised, str(tmp_path), *own)
+    assert said == f"callback {__name__}:Twice: the log has {taken!r} already: choose another name"
 
 
 def test_errors_with_an_exit_code_pass_and_the_end_reaches_all():

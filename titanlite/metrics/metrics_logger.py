@@ -210,7 +210,9 @@ class MetricsLogger(Callback):
             row[f"grad_norm/{layer}"] = norm
         sums = found.sums
         for one, part in zip(added, parts, strict=True):
-            row |= callbacks.call(one, "figures", trainer, sums[: len(part)])
+            own = callbacks.call(one, "figures", trainer, sums[: len(part)])
+            callbacks.refuse_taken(one, own, ("step", "time", *row), "the log")
+            row |= own
             sums = sums[len(part) :]
         self.write(step, row)
         callbacks("on_log", trainer, row)
