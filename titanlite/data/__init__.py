@@ -22,5 +22,9 @@ class DataError(ValueError):
     exit_code = exit_codes.CONFIG
 
 
+class DamagedError(Exception):
+    """A library's reader finds the content damaged or truncated."""
+
+
 class EndOfData(Exception):  # noqa: N818 - an end, not an error, like StopIteration
     """All epochs of a finite data set are served."""

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from titanlite.config.urls import public_name
-from titanlite.data import DataError
-from titanlite.data.compression import DamagedError, decompressed, is_compressed
+from titanlite.data import DamagedError, DataError
+from titanlite.data.compression import decompressed, is_compressed
 from titanlite.data.file_kinds import WHOLE, Format, is_csv, kind_of_name
 from titanlite.data.records import Columns, Record, strings_of
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from titanlite.data import DataError
-from titanlite.data.compression import DamagedError
+from titanlite.data import DamagedError, DataError
 from titanlite.data.file_kinds import Format
 from titanlite.data.records import Columns, strings_of
 from titanlite.utils import pip_install

@@ -147,7 +147,9 @@ def rope_frequencies(head_dim: int, theta: float, scaling: Scaling | None) -> Te
         case LinearScaling():
             return plain / scaling.factor
         case YarnScaling():
-            keep = _kept_by_yarn(head_dim, theta, scaling)
+            from titanlite.models.yarn import kept_by_yarn
+
+            keep = kept_by_yarn(head_dim, theta, scaling)
             return 1.0 / (scaling.factor * periods) * (1 - keep) + plain * keep
         case RopeScaling():
             turns_in_context = scaling.original_context / (2 * math.pi / plain)
@@ -157,27 +159,6 @@ def rope_frequencies(head_dim: int, theta: float, scaling: Scaling | None) -> Te
             keep = keep.clamp(0.0, 1.0).nan_to_num(0.0)
             return (1.0 - keep) * plain / scaling.factor + keep * plain
     return plain
-
-
-def _kept_by_yarn(head_dim: int, theta: float, scaling: YarnScaling) -> Tensor:
-    """Return the share of each pair's frequency that YaRN keeps (appendix A.2): [head_dim / 2]."""
-
-    def pair_of(turns: float) -> float:
-        """Return the pair, not rounded, with so many turns in the original context."""
-        period = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
-        return head_dim * math.log(period) / (2 * math.log(theta))
-
-    first = pair_of(scaling.beta_fast)
-    last = pair_of(scaling.beta_slow)
-    if scaling.truncate:
-        first = math.floor(first)
-        last = math.ceil(last)
-    first = max(first, 0)
-    last = min(last, head_dim - 1)
-    if first == last:
-        last += 0.001
-    pairs = torch.arange(head_dim // 2, dtype=torch.float32)
-    return 1 - ((pairs - first) / (last - first)).clamp(0, 1)
 
 
 def build_rope(args: LlamaArgs) -> nn.Module:
