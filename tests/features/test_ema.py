@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from pathlib import Path
 from typing import Any
@@ -34,19 +33,15 @@ VALIDATE = ["--validation.enable", "--validation.freq=1"]
 
 
 class _Weights(Callback):
-    """Keeps the head's weights after each step; spoils the gradients of step 3."""
+    """Keeps the head's weights at the start and after each step."""
 
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
 
-    def _keep(self, trainer: Any) -> None:
-        self.seen.append(full(dict(trainer.parts.model.named_parameters())["output.weight"]))
+    def on_start(self, trainer: Any, *_: Any) -> None:
+        self.seen.append(full(trainer.parts.model.get_parameter("output.weight")))
 
-    def on_start(self, trainer: Any) -> None:
-        self._keep(trainer)
-
-    def on_step_end(self, trainer: Any, result: Any) -> None:
-        self._keep(trainer)
+    on_step_end = on_start
 
 
 def _run_kept(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
@@ -57,6 +52,7 @@ def _run_kept(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     def spoil(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
         return out * float("nan") if trainer.step == 3 and out.requires_grad else out
 
+    # The gradients of step 3.
     trainer.parts.model.get_submodule("norm").register_forward_hook(spoil)
     return {**outcome_of(trainer, folder), "seen": kept.seen}
 
@@ -98,28 +94,22 @@ def test_commands_take_the_average(pool, straight, capsys, tmp_path):
     assert ours == _validations(found)[6]
     assert pool(2).run(evaluate_run, root, "--no-validation.ema")[0].all.loss < ours - 1e-3
 
-    def logits(ema):
-        model = load_model(_arguments(root, ema)).model
-        return model(torch.arange(8)[None])
-
     convert(root, tmp_path / "hf", "hf", ema=True)
-    expected = load_model(_arguments(tmp_path / "hf", False)).model(torch.arange(8)[None])
-    assert torch.equal(logits(True), expected)
-    assert not torch.allclose(logits(False), expected, atol=1e-4)
-    assert (
-        main(["sample", str(tmp_path / "hf"), "a", "--ema", "--device=cpu"])
-        == exit_codes.CHECKPOINT
-    )
-    assert (
-        "holds no average of the weights: it is no checkpoint of titanlite"
-        in capsys.readouterr().err
-    )
+    expected = _logits(tmp_path / "hf")
+    assert torch.equal(_logits(root, "--ema"), expected)
+    assert not torch.allclose(_logits(root), expected, atol=1e-4)
+    sample = ["sample", str(tmp_path / "hf"), "a", "--ema", "--device=cpu"]
+    assert main(sample) == exit_codes.CHECKPOINT
+    refused = "holds no average of the weights: it is no checkpoint of titanlite"
+    assert refused in capsys.readouterr().err
 
 
-def _arguments(path: Path, ema: bool) -> argparse.Namespace:
+def _logits(path: Path, *flags: str) -> torch.Tensor:
     parser = Parser()
     add_arguments(parser)
-    return parser.parse_args([str(path), "--device=cpu", *["--ema"] * ema])
+    model = load_model(parser.parse_args([str(path), "--device=cpu", *flags])).model
+    logits: torch.Tensor = model(torch.arange(8)[None])
+    return logits
 
 
 @pytest.mark.slow

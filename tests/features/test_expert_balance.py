@@ -49,11 +49,11 @@ FLAGS = [
 
 
 def biases_of(model: nn.Module) -> dict[str, Tensor]:
-    found = {}
-    for name, buffer in model.named_buffers():
-        if name.endswith("expert_bias"):
-            found[name] = buffer.clone()
-    return found
+    return {
+        name: buffer.clone()
+        for name, buffer in model.named_buffers()
+        if name.endswith("expert_bias")
+    }
 
 
 class _Kept(Callback):
@@ -108,8 +108,8 @@ FULL = "--activation_checkpoint.mode=full"
         (1, [FULL]),
         (2, [EP]),
         (2, [PP, "--training.batch_size=4"]),
-        pytest.param(4, [EP, PP, "--training.batch_size=2", FULL], marks=pytest.mark.slow),
-        pytest.param(4, [CP, TP], marks=pytest.mark.slow),
+        (4, [EP, PP, "--training.batch_size=2", FULL]),
+        (4, [CP, TP]),
     ],
 )
 def test_equal_however_the_work_is_divided(pool, alone, tmp_path, ranks, flags):
@@ -141,8 +141,7 @@ def test_a_resumed_run_goes_on_to_the_last_bit(pool, alone, tmp_path):
     assert_equal(resumed["steps"][-1], alone["steps"][-1])
     assert_equal(resumed["weights"], alone["weights"])
     saved = Contents(tmp_path / "checkpoint" / "step-4").manifest.tensors
-    entry = saved["model.layers.0.feed_forward.expert_bias"]
-    assert entry == ["float32", [8]]
+    assert saved["model.layers.0.feed_forward.expert_bias"] == ["float32", [8]]
 
 
 #: A GPT-OSS of one layer, whose experts two ranks share.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.adapters import (
     ALPHA,
+    LINEARS,
     RANK,
+    VOCABULARY,
     base_folder,
     merged_weights,
     our_name,
@@ -23,11 +27,12 @@ from tests.support.adapters import (
     run_flags,
     train_seen,
 )
+from tests.support.checkpoints import assert_equal
 from tests.support.commands import evaluate_run
 from tests.support.harness import equal_states
 from tests.support.hf import TOML
 from tests.support.hf_compare import sizes_of
-from tests.support.llamas import relative
+from tests.support.llamas import assert_near, relative
 from tests.support.pool import Pools
 from tests.support.tiny import KEPT_TOKENS
 from tests.support.watch import GATHER, REDUCE, Sent, Wire
@@ -69,33 +74,46 @@ WAYS: dict[str, tuple[int, list[str]]] = {
 
 
 @pytest.fixture(scope="module")
-def of_peft(
+def run_in(
     pool: Pools, tmp_path_factory: pytest.TempPathFactory, base: Path, adapters: Path
-) -> tuple[dict[str, Any], float]:
+) -> Callable[[str], tuple[Path, list[dict[str, Any]]]]:
+    """Two steps from PEFT's adapters, once in each way: the run's folder, and what ranks saw."""
+
+    @cache
+    def run(way: str) -> tuple[Path, list[dict[str, Any]]]:
+        ranks, more = WAYS[way]
+        folder = tmp_path_factory.mktemp("run")
+        flags = run_flags(base, f"--lora.adapter={adapters}", "--training.steps=2", *more)
+        return folder, pool(ranks).run(train_seen, str(folder), *flags)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def of_peft(base: Path, run_in: Callable[[str], Any]) -> tuple[dict[str, Any], float]:
     """Gradients and loss of PEFT, of the first batch of a run."""
-    flags = run_flags(base, f"--lora.adapter={adapters}", "--training.steps=1")
-    found = pool(2).run(train_seen, str(tmp_path_factory.mktemp("peft-batch")), *flags)
+    _, found = run_in("FSDP 2")
     return peft_gradients(base, [batch for one in found for batch in one["batches"]])
+
+
+def changed(found: dict[str, Any]) -> set[str]:
+    """The parameters that a run has trained."""
+    start = found["start"]
+    return {name for name, tensor in found["end"].items() if not torch.equal(tensor, start[name])}
 
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_those_of_peft(pool, tmp_path, base, adapters, of_peft, way):
+def test_gradients_are_those_of_peft(run_in, of_peft, way):
     """Gradients, loss and what changes."""
     expected, loss = of_peft
-    ranks, more = WAYS[way]
-    flags = run_flags(base, f"--lora.adapter={adapters}", "--training.steps=2", *more)
-    found = pool(ranks).run(train_seen, str(tmp_path), *flags)
-    gradients = found[0]["gradients"]
-    assert gradients.keys() == expected.keys() and len(expected) == 28
-    for name, gradient in expected.items():
-        assert relative(gradients[name], gradient) < 2e-6, name
+    _, found = run_in(way)
+    assert len(expected) == 28
+    assert_near(found[0]["gradients"], expected, 2e-6)
     assert found[0]["rows"][0]["loss"] == pytest.approx(loss, abs=2e-6)
     for one in found:
         assert one["held"] == len(one["adapters"])
-        for name, tensor in one["end"].items():
-            changed = not torch.equal(tensor, one["start"][name])
-            assert changed == (name in one["adapters"]), name
+        assert changed(one) == one["adapters"]
 
 
 @pytest.mark.slow
@@ -111,10 +129,6 @@ def test_a_new_adapter_changes_no_bit(pool, tmp_path, base):
         assert torch.equal(again["start"][name], found["start"][name]), name
 
 
-def held_out(found: dict[str, Any]) -> list[float]:
-    return [row["validation_loss"] for row in found["rows"] if "validation_loss" in row]
-
-
 RESUMED = ["--training.steps=6", "--lora.dropout=0.2", "--checkpoint.interval=3"]
 
 
@@ -126,13 +140,12 @@ def test_a_resume_is_exact(pool, tmp_path, base):
     resumed = pool(2).run(train_seen, str(tmp_path / "b"), *flags)[0]
     assert not straight["error"] and not resumed["error"]
     assert losses_of(resumed["rows"]) == losses_of(straight["rows"])
-    for name, tensor in straight["end"].items():
-        assert torch.equal(tensor, resumed["end"][name]), name
+    assert_equal(resumed["end"], straight["end"])
 
 
-def test_a_checkpoint_holds_adapters_alone(pool, tmp_path, base):
-    found = pool(2).run(train_seen, str(tmp_path), *run_flags(base, "--training.steps=2"))[0]
-    folder = tmp_path / "checkpoint" / "step-2"
+def test_a_checkpoint_holds_adapters_alone(base, run_in):
+    run, (found, _) = run_in("FSDP 2")
+    folder = run / "checkpoint" / "step-2"
     manifest = read_manifest(folder)
     weights = {name for name in manifest.tensors if name.startswith("model.")}
     assert weights == {f"model.{name}" for name in found["adapters"]}
@@ -146,15 +159,20 @@ def test_a_checkpoint_holds_adapters_alone(pool, tmp_path, base):
     )
 
 
+def changed_base(base: Path, folder: Path, name: str) -> Path:
+    """Copy the base with another number in this weight."""
+    shutil.copytree(base, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights[name].view(-1)[3] += 0.125
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 @pytest.mark.slow
 def test_another_base_is_refused(pool, tmp_path, base):
     flags = run_flags(base, "--training.steps=2")
     pool(1).run(train_seen, str(tmp_path / "run"), *flags)
-    other = tmp_path / "other"
-    shutil.copytree(base, other)
-    weights = load_file(other / "model.safetensors")
-    weights["model.norm.weight"][3] += 0.125
-    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    other = changed_base(base, tmp_path / "other", "model.norm.weight")
     moved = [*flags, "--training.steps=3"]
     found = pool(1).run(
         train_seen, str(tmp_path / "run"), *moved, f"--checkpoint.initial_load_path={other}"
@@ -222,11 +240,7 @@ def test_the_base_must_be_the_right_one(tmp_path, base, trained):
         config["base_model_name_or_path"] = "somebody/model"
         (moved / "adapter_config.json").write_text(json.dumps(config))
         convert(moved, tmp_path / "a", "hf")
-    other = tmp_path / "other"
-    shutil.copytree(base, other)
-    weights = load_file(other / "model.safetensors")
-    weights["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
-    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    other = changed_base(base, tmp_path / "other", "model.layers.1.mlp.up_proj.weight")
     with pytest.raises(CheckpointError, match="layers.1.feed_forward.w3.weight is not the weight"):
         convert(trained, tmp_path / "b", "hf", base=other)
     assert not (tmp_path / "b").exists()
@@ -305,12 +319,10 @@ def test_documents_and_averages(pool, tmp_path, base):
     )
     found = pool(2).run(train_seen, str(tmp_path), *flags)[0]
     assert not found["error"]
-    assert pool(2).run(evaluate_run, tmp_path)[0].all.loss == held_out(found)[-1]
-    refused = pool(2).run(
-        train_seen,
-        str(tmp_path / "whole"),
-        *run_flags(tmp_path, "--lora.rank=0"),
-    )[0]
+    held_out = [row["validation_loss"] for row in found["rows"] if "validation_loss" in row]
+    assert pool(2).run(evaluate_run, tmp_path)[0].all.loss == held_out[-1]
+    whole = run_flags(tmp_path, "--lora.rank=0")
+    refused = pool(2).run(train_seen, str(tmp_path / "whole"), *whole)[0]
     assert "holds adapters alone" in refused["error"]
     full_one = read_manifest(tmp_path / "checkpoint" / "step-2").tensors
     averages = {name for name in full_one if name.startswith("ema.")}
@@ -322,15 +334,13 @@ def test_documents_and_averages(pool, tmp_path, base):
 def test_commands_take_adapters(tmp_path, base, trained, capsys):
     sample = ["sample", str(trained), "Once upon", "--temperature=0", "--max-tokens=4"]
     code, out = run_command([*sample, "--json"], capsys)
-    assert code == 0 and json.loads(out)
+    assert code == 0
     assert run_command(["export", str(trained), str(tmp_path / "merged")], capsys)[0] == 0
     merged = ["sample", str(tmp_path / "merged"), *sample[2:], "--json"]
-    text = [
-        json.loads(run_command(one, capsys)[1])["samples"] for one in ([*sample, "--json"], merged)
-    ]
-    assert text[0] == text[1]
-    code, out = run_command([*sample, "--base", str(tmp_path / "none")], capsys)
-    assert code == exit_codes.CHECKPOINT
+    _, other = run_command(merged, capsys)
+    assert json.loads(out)["samples"] == json.loads(other)["samples"]
+    none = [*sample, "--base", str(tmp_path / "none")]
+    assert run_command(none, capsys)[0] == exit_codes.CHECKPOINT
 
 
 def run_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -370,13 +380,10 @@ def test_experts_that_ranks_share(pool, tmp_path):
         if "lora_b" in name:
             assert relative(two["gradients"][name], gradient) < 5e-6, name
     for found in (one, two):
-        for name, tensor in found["end"].items():
-            changed = not torch.equal(tensor, found["start"][name])
-            assert changed == (name in found["adapters"]), name
+        assert changed(found) == found["adapters"]
 
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
-VOCABULARY = 2304
+TARGETS = LINEARS[:4]
 KIND = "qwen3_moe"
 
 
@@ -419,11 +426,8 @@ def test_gradients_are_those_of_peft_which_computes_what_the_run_has_trained(poo
     batches = [batch for one in found for batch in one["batches"]]
     expected, loss = peft_gradients(base, batches, TARGETS, plain_name)
     assert found[0]["rows"][0]["loss"] == pytest.approx(loss, abs=2e-6)
-    assert found[0]["gradients"].keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert relative(found[0]["gradients"][name], gradient) < 2e-6, name
-    for name, tensor in found[0]["end"].items():
-        assert (name in expected) != tensor.equal(found[0]["start"][name]), name
+    assert_near(found[0]["gradients"], expected, 2e-6)
+    assert changed(found[0]) == expected.keys()
     convert(tmp_path / "run", tmp_path / "trained", "peft")
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model = PeftModel.from_pretrained(plain, tmp_path / "trained")

@@ -67,9 +67,7 @@ SMALL = ("--model.overrides.n_layers=3", "--training.loss_chunks=8")
 )
 def test_planned_memory_is_that_of_the_trace(ranks, flags):
     run = read(*SMALL, *flags, ranks=ranks)
-    planned = estimate(run, 0).peak
-    traced = trace(run, 0).peak
-    assert planned.total == pytest.approx(traced.total, rel=0.002)
+    assert estimate(run, 0).peak.total == pytest.approx(trace(run, 0).peak.total, rel=0.002)
 
 
 def test_planned_memory_of_experts_is_that_of_the_trace():
@@ -78,8 +76,9 @@ def test_planned_memory_of_experts_is_that_of_the_trace():
 
 
 def test_what_freezing_saves():
-    runs = read(), read("--lora.rank=0")
-    frozen, whole = (make_plan(run, cluster_of(run, gpu="h100-80g")) for run in runs)
+    frozen, whole = (
+        make_plan(run, cluster_of(run, gpu="h100-80g")) for run in (read(), read("--lora.rank=0"))
+    )
     trained = 41_943_040  # of 8.03 billion
     parts = frozen.memory.peak.parts
     assert parts["optimizer"] == 8 * trained / 8

@@ -54,16 +54,13 @@ def build(settings: ActivationCheckpoint) -> nn.Module:
     return model
 
 
-def traced(settings: ActivationCheckpoint, dtype: torch.dtype = torch.float32) -> ActivationStats:
-    return trace_block(SPEC.build_on_meta(FOUR), BLOCKS, settings, (4, 32), CPU, dtype)
+def traced(settings: ActivationCheckpoint) -> ActivationStats:
+    return trace_block(SPEC.build_on_meta(FOUR), BLOCKS, settings, (4, 32), CPU, torch.float32)
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    model(TOKENS[0]).logsumexp(-1).sum().backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-SMALL = {"fsdp_units": ["Attention", "FeedForward"]}  # groups within a block
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Any]:
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}
 
 
 @pytest.mark.slow_after(1)
@@ -72,13 +69,13 @@ SMALL = {"fsdp_units": ["Attention", "FeedForward"]}  # groups within a block
     [
         (FULL, 2, 2, full_precision()),
         (OP, 2, 1, Training()),
-        *(
-            pytest.param(settings, *rest, marks=pytest.mark.slow)
-            for settings, *rest in [
-                (EVERY_2, 1, 2, full_precision()),
-                # Hooks of groups smaller than a block lie inside of the recomputation.
-                (OP, 2, 1, full_precision(**SMALL, reshard_after_forward="always")),
-            ]
+        (EVERY_2, 1, 2, full_precision()),
+        # Hooks of groups smaller than a block lie inside of the recomputation.
+        (
+            OP,
+            2,
+            1,
+            full_precision(fsdp_units=["Attention", "FeedForward"], reshard_after_forward="always"),
         ),
     ],
 )
@@ -112,8 +109,7 @@ def test_a_block_draws_the_same_numbers_again():
         torch.manual_seed(0)
         model = Noisy()
         apply_ac(model, ["block"], settings, CPU)
-        model(torch.ones(8, 16)).sum().backward()
-        found.append({name: p.grad for name, p in model.named_parameters()})
+        found.append(gradients(model, model(torch.ones(8, 16)).sum()))
     assert_equal(*found)
 
 
@@ -143,10 +139,8 @@ def test_every_nth_block_is_the_nth_the_2nth_and_so_on_also_in_a_part_of_the_mod
     del stage.layers["0"], stage.layers["1"]  # type: ignore[operator]
     assert apply_ac(stage, BLOCKS, EVERY_2, CPU) == ["layers.3"]
     for option, expected in {"1": BLOCKS, "2": BLOCKS[1::2], "3": ["layers.2"], "5": []}.items():
-        assert (
-            apply_ac(build(NONE), BLOCKS, ActivationCheckpoint(selective_ac_option=option), CPU)
-            == expected
-        )
+        settings = ActivationCheckpoint(selective_ac_option=option)
+        assert apply_ac(build(NONE), BLOCKS, settings, CPU) == expected
 
 
 @pytest.mark.slow
@@ -165,10 +159,9 @@ def test_the_policy_names_operators_that_exist():
     import titanlite.features.experts.exchange
     import titanlite.models.experts.layer  # noqa: F401  all register operators
 
-    later = {"aten._scaled_mm_v2.default"}
     for name in (*MATMULS, *ATTENTION, *OTHERS):
         space, operator, *overload = name.split(".")
-        if name not in later:
+        if name != "aten._scaled_mm_v2.default":  # of a later torch
             found = getattr(getattr(torch.ops, space), operator)
             assert kind_of(getattr(found, overload[0]) if overload else found), name
     assert kind_of(torch.ops.aten.bmm.default) == kind_of(torch.ops.aten.abs.default) == ""
@@ -211,7 +204,8 @@ def on_shelf(model: nn.Module, blocks: Any = None, least_bytes: int = 0) -> Shel
 
 @pytest.fixture(scope="module")
 def plain_gradients() -> dict[str, Tensor]:
-    return gradients(build(NONE))
+    model = build(NONE)
+    return gradients(model, model(TOKENS[0]).logsumexp(-1).sum())
 
 
 @pytest.mark.parametrize("settings", [NONE, EVERY_2, FULL], ids=["none", "every", "full"])
@@ -229,11 +223,7 @@ def test_tensors_that_blocks_keep_are_sent_and_nothing_else(settings, plain_grad
         assert [ref.expired() for ref in inputs] == [True] * 4, (
             "the input of a block that is away is free"
         )
-    output.logsumexp(-1).sum().backward()
-    assert_equal(
-        {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
-        plain_gradients,
-    )
+    assert_equal(gradients(model, output.logsumexp(-1).sum()), plain_gradients)
     # 8 sequences, where the trace has 4. A tensor is sent once and fetched by each operator that
     # saved it.
     assert shelf.nbytes == 2 * traced(settings).total_bytes
@@ -248,13 +238,13 @@ def test_tensors_that_blocks_keep_are_sent_and_nothing_else(settings, plain_grad
 def test_small_tensors_and_a_cpus_model_stay():
     model = build(FULL)
     shelf = on_shelf(model, least_bytes=8 * 32 * FOUR.dim * 4 + 1)
-    gradients(model)
+    model(TOKENS[0]).sum().backward()
     assert shelf.kept == []
-    plain = build(NONE)
-    offloaded = build(ActivationCheckpoint(mode="none", offload=True))
-    assert {type(block) for block in offloaded.modules()} == {
-        type(block) for block in plain.modules()
-    }
+    kinds, plain = (
+        {type(module) for module in build(settings).modules()}
+        for settings in (ActivationCheckpoint(mode="none", offload=True), NONE)
+    )
+    assert kinds == plain
 
 
 class Views(nn.Module):
@@ -279,9 +269,8 @@ def test_views_come_back_as_they_were():
         block = Views()
         shelf = on_shelf(block, [block] if away else [])
         x = torch.randn(8, 16, requires_grad=True)
-        block(x).sum().backward()
+        found.append({**gradients(block, block(x)), "x": x.grad})
         assert bool(shelf.kept) is away
-        found.append({"x": x.grad, **{name: p.grad for name, p in block.named_parameters()}})
     assert_equal(*found)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -118,9 +119,7 @@ def _kernels(world: DistEnv, run: Run) -> tuple[int, list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [RECIPES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES[1:])]
-)
+@pytest.mark.parametrize("name", RECIPES)
 def test_emulation_computes_the_numbers_of_scaled_mm(pool, name):
     """torch has that operator for CPUs too: the kernels of a GPU run here, if slowly."""
     run = replace(RUN, rates=RUN.rates[:3])
@@ -140,9 +139,8 @@ def test_sizes_too_small_to_gain_are_torchaos(name):
     wanted = _auto_filter_for_recipe(name, [])
     sides = [16, 1008, 1024, 1040, 2032, 2048, 2064, 4080, 4096, 4112, 16384]
     with torch.device("meta"):
-        for size in (Size(k, n) for k in sides for n in sides):
-            linear = nn.Linear(size.in_features, size.out_features)
-            assert too_small(size, name) is not wanted(linear, "w"), size
+        for k, n in product(sides, repeat=2):
+            assert too_small(Size(k, n), name) is not wanted(nn.Linear(k, n), "w"), (k, n)
 
 
 def test_converted_weights_are_gathered_as_half_the_bytes_of_bf16_with_one_reduction_of_scales(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -106,26 +107,27 @@ def _order(world: DistEnv, run: Run) -> tuple[list[int], list[int]]:
         nonlocal gathers
         gathers += sent.name == GATHER
 
-    def watch(name: str) -> None:
+    def watch_forward(name: str) -> None:
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda *_: forward.update({name: gathers})
+        )
+
+    def watch_backward(name: str) -> None:
         def arrived(gradient: torch.Tensor) -> None:
             backward.setdefault(name, gathers)
 
         def after(module: nn.Module, args: Any, output: torch.Tensor) -> None:
             output.register_hook(arrived)
 
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda *_: forward.update({name: gathers})
-        )
         # The last product is the first in backward, and comes after the group's hooks before its
         # backward.
         model.get_submodule(f"{name}.feed_forward.w2").register_forward_hook(after)
 
-    names = [f"layers.{i}" for i in range(run.args.n_layers)]
-    for name in names:
-        watch(name)
-    model.get_submodule("tok_embeddings").register_forward_pre_hook(
-        lambda *_: forward.update(first=gathers)
-    )
+    blocks = [f"layers.{i}" for i in range(run.args.n_layers)]
+    for name in ("tok_embeddings", *blocks):
+        watch_forward(name)
+    for name in blocks:
+        watch_backward(name)
     model(batch.tokens).sum().backward()
     forward.clear()
     backward.clear()
@@ -133,9 +135,7 @@ def _order(world: DistEnv, run: Run) -> tuple[list[int], list[int]]:
         loss = model(batch.tokens).sum()
         in_forward = gathers
         loss.backward()
-    return [forward[name] for name in ("first", *names)], [
-        backward[name] - in_forward for name in names
-    ]
+    return list(forward.values()), [backward[name] - in_forward for name in blocks]
 
 
 @pytest.mark.slow_after(1)
@@ -178,34 +178,36 @@ class Odd(nn.Module):
         return self.head(x)
 
 
+def _twins() -> tuple[Odd, Odd, list[list[str]]]:
+    """Two models of the same weights, and groups of modules."""
+    torch.manual_seed(0)
+    plain = Odd()
+    return plain, deepcopy(plain), groups_by_class(plain, ["Sequential", "Embedding"])
+
+
 def _own_model(world: DistEnv, prefetch: int, average: bool, replicas: int) -> tuple[float, int]:
     """Largest difference of a gradient from the plain model's, and the all-gathers of a step.
 
     average: the ranks' losses are means over their own tokens; the plain model's over all tokens.
     """
-    torch.manual_seed(0)
-    plain = Odd()
-    ours = Odd()
-    ours.load_state_dict(plain.state_dict())
-    groups = groups_by_class(ours, ["Sequential", "Embedding"])
-    mesh = world.build_mesh(dp_replicate=replicas, dp_shard=world.size // replicas)
-    settings: Any = {
-        "param_dtype": torch.float32,
-        "reshard_after_forward": True,
-        "prefetch": prefetch,
-    }
-    apply_fsdp(ours, groups, mesh, **settings, average=average)
+    plain, ours, groups = _twins()
+    apply_fsdp(
+        ours,
+        groups,
+        world.build_mesh(dp_replicate=replicas, dp_shard=world.size // replicas),
+        param_dtype=torch.float32,
+        reshard_after_forward=True,
+        prefetch=prefetch,
+        average=average,
+    )
     tokens = torch.arange(26).view(2, 13) % 13
     reduce = torch.mean if average else torch.sum
     reduce(plain(tokens).logsumexp(-1)).backward()
     seen: list[Sent] = []
     with Wire(seen.append):
         reduce(ours(tokens[world.rank :: world.size]).logsumexp(-1)).backward()
-    expected = {name: p.grad for name, p in plain.named_parameters()}
-    gradients = {name: p.grad.full_tensor() for name, p in ours.named_parameters()}
-    worst = max(
-        (gradients[name] - gradient).abs().max().item() for name, gradient in expected.items()
-    )
+    pairs: Any = zip(plain.parameters(), ours.parameters(), strict=True)
+    worst = max((b.grad.full_tensor() - a.grad).abs().max().item() for a, b in pairs)
     return worst, _counts(seen).get(GATHER, 0)
 
 
@@ -227,7 +229,7 @@ def _refused_steps(world: DistEnv) -> dict[str, str]:
     """What a step in a loop of one's own says to each way to spread a model over two ranks."""
     mesh = world.build_mesh(dp_shard=world.size)
     tensor = world.build_mesh(tp=world.size)
-    groups = groups_by_class(Odd(), ["Sequential", "Embedding"])
+    _, _, groups = _twins()
     ways: dict[str, Callable[[nn.Module], Any]] = {
         "summed": lambda model: apply_fsdp(model, groups, mesh),
         "ddp": DistributedDataParallel,
@@ -261,10 +263,7 @@ def _one_rank(world: DistEnv) -> tuple[list[int], bool, bool]:
     """Elements of the copies of two passes, whether they sum the gradients of a plain model, and
     whether new weights count.
     """
-    torch.manual_seed(0)
-    plain, ours = Odd(), Odd()
-    ours.load_state_dict(plain.state_dict())
-    groups = groups_by_class(ours, ["Sequential", "Embedding"])
+    plain, ours, groups = _twins()
     apply_fsdp(ours, groups, world.build_mesh(), param_dtype=torch.float32)
     tokens = torch.arange(26).view(2, 13) % 13
     copied: list[int] = []
@@ -290,12 +289,11 @@ def test_one_rank_computes_with_its_shards_and_copies_nothing(pool):
 
 def _bf16_weights(world: DistEnv) -> bool:
     """Whether gradients of several micro-batches are their sum in float32."""
-    torch.manual_seed(0)
-    plain = Odd().bfloat16()
-    ours = Odd().bfloat16()
-    ours.load_state_dict(plain.state_dict())
+    plain, ours, groups = _twins()
+    for model in (plain, ours):
+        model.bfloat16()
     sums = [torch.zeros_like(p, dtype=torch.float32) for p in plain.parameters()]
-    apply_fsdp(ours, groups_by_class(ours, ["Sequential", "Embedding"]), world.build_mesh())
+    apply_fsdp(ours, groups, world.build_mesh())
     for last in (*[False] * 31, True):
         tokens = torch.randint(13, (2, 13))
         plain.zero_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -49,3 +51,10 @@ def tokens_of(args: LlamaArgs, batch: int = 2, seq: int | None = None) -> Tensor
 def relative(a: Tensor, b: Tensor) -> float:
     """Return the distance as a share of `b`, by Frobenius norms."""
     return float((a.detach() - b.detach()).norm() / b.detach().norm())
+
+
+def assert_near(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], within: float) -> None:
+    """The same names, and tensors within a relative distance."""
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert relative(ours[name], tensor) < within, name
