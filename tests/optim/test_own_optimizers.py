@@ -4,7 +4,6 @@ resumed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +36,10 @@ def two(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.P
     """Return the same random parameter twice."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     return [nn.Parameter(values.to(dtype, copy=True)) for _ in range(2)]
+
+
+#: A matrix and a vector, for tests that take no step.
+PARAMETERS = {"layers.0.w": two((4, 3))[0], "norm.weight": two((3,))[0]}
 
 
 def follow(ours: Any, theirs: torch.optim.Optimizer, steps: int, within: float = 1e-6) -> None:
@@ -114,12 +117,11 @@ def test_kahan_keeps_updates_that_round_away():
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"tensor": 2}, {"replicas": 2}], ids=str)
 def test_muon_on_shards_is_muon_on_whole_matrices(pool, mesh):
-    tokens, labels = batches(3, 8, 16, 192)
-    args = replace(Run(tokens, labels, []).args, n_kv_heads=4)
     # Two numbers of the embedding have gradients near 0. With an epsilon of 1e-8 AdamW steps by the
     # sign of their rounding, and a kernel that rounds otherwise moves them by a whole rate.
     settings = Optimizer(name="Muon", weight_decay=0.1, eps=1e-6)
-    run = Run(tokens, labels, [3e-3] * 3, args=args, settings=settings, **mesh)
+    args = replace(TINY, n_kv_heads=4)
+    run = Run(*batches(3, 8, 16, 192), [3e-3] * 3, args=args, settings=settings, **mesh)
     curve = pool(4).run(train, run)[0]
     alone = pool(1).run(train, run.alone())[0]
     torch.testing.assert_close(curve.losses, alone.losses, rtol=1e-4, atol=1e-4)
@@ -178,23 +180,17 @@ def test_groups_take_the_first_pattern_and_keep_their_ratio():
 
 
 def test_a_group_keeps_its_rate_where_the_others_have_none():
-    parameters = {"layers.0.w": two((4, 4))[0], "output.weight": two((8, 4))[0]}
-    settings = Optimizer(lr=0.0, groups=[OptimizerGroup(pattern="output", lr=2e-4)])
-    optimizer = build_optimizer(parameters, settings, CPU)
+    settings = Optimizer(lr=0.0, groups=[OptimizerGroup(pattern="norm", lr=2e-4)])
+    optimizer = build_optimizer(PARAMETERS, settings, CPU)
     set_rates(optimizer, settings.peak_lr / 2)
     assert [group["lr"] for group in optimizer.param_groups] == [0.0, 1e-4]
 
 
 def test_muon_takes_the_matrices_of_blocks():
     spec = get_spec("llama3")
-    args = TINY
-    parameters = dict(spec.build_on_meta(args).named_parameters())
-    groups = parameter_groups(parameters, MUON, spec.block_names(args))
-    (matrices,) = [
-        names
-        for names, group in zip(names_of(groups, parameters), groups, strict=True)
-        if "muon" in group
-    ]
+    parameters = dict(spec.build_on_meta(TINY).named_parameters())
+    groups = parameter_groups(parameters, MUON, spec.block_names(TINY))
+    (matrices,) = names_of([group for group in groups if "muon" in group], parameters)
     assert matrices == {n for n, p in parameters.items() if n.startswith("layers.") and p.ndim == 2}
 
 
@@ -227,54 +223,38 @@ class WithSettings(torch.optim.AdamW):
 '''
 
 
-def parameters() -> dict[str, nn.Parameter]:
-    """Return a matrix and a vector, the same at each call."""
-    values = torch.Generator().manual_seed(0)
-    return {
-        "layers.0.w": nn.Parameter(torch.randn(4, 3, generator=values)),
-        "norm.weight": nn.Parameter(torch.randn(3, generator=values)),
-    }
-
-
-def steps(held: dict[str, nn.Parameter]) -> Iterator[float]:
-    """Give the rate of each of three steps, with gradients from a seed."""
-    values = torch.Generator().manual_seed(1)
-    for rate in (1e-2, 5e-3, 2e-3):
-        for parameter in held.values():
-            parameter.grad = torch.randn(parameter.shape, generator=values)
-        yield rate
-
-
 def test_a_class_gets_the_rate_its_arguments_and_the_groups():
-    ours = parameters()
-    theirs = parameters()
-    groups = [OptimizerGroup(pattern="norm", lr=5e-3, weight_decay=0.25)]
+    matrices, norms = two((4, 3)), two((3,))
     settings = Optimizer(
         name="torch.optim:SGD",
         lr=1e-2,
         args={"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-        groups=groups,
+        groups=[OptimizerGroup(pattern="norm", lr=5e-3, weight_decay=0.25)],
     )
+    ours = {"layers.0.w": matrices[0], "norm.weight": norms[0]}
     optimizer = build_optimizer(ours, settings, CPU)
     assert type(optimizer) is torch.optim.SGD
     reference = torch.optim.SGD(
         [
-            {"params": [theirs["layers.0.w"]]},
-            {"params": [theirs["norm.weight"]], "weight_decay": 0.25, "scale": 0.5},
+            {"params": matrices[1:]},
+            {"params": norms[1:], "weight_decay": 0.25, "scale": 0.5},
         ],
         lr=1e-2,
         momentum=0.9,
         nesterov=True,
         weight_decay=0.1,
     )
-    for rate in steps(ours):
+    generator = torch.Generator().manual_seed(1)
+    for rate in (1e-2, 5e-3, 2e-3):
+        for mine, other in (matrices, norms):
+            mine.grad = torch.randn(mine.shape, generator=generator)
+            other.grad = mine.grad.clone()
         gated_step(optimizer, torch.tensor(True), rate)
-    for rate in steps(theirs):
         for group in reference.param_groups:
             group["lr"] = rate * group.get("scale", 1.0)
         reference.step()
-    for name, parameter in ours.items():
-        assert torch.equal(parameter, theirs[name]), name
+    for mine, other in (matrices, norms):
+        assert torch.equal(mine, other)
 
 
 def test_two_and_two_steps_equal_four(pool, tmp_path):
@@ -326,14 +306,14 @@ def test_values_that_a_class_refuses_are_config_errors():
     with pytest.raises(
         ConfigError, match="optimizer.args: 'torch.optim:SGD' refuses them: Invalid momentum value"
     ):
-        build_optimizer(parameters(), wrong, CPU)
+        build_optimizer(PARAMETERS, wrong, CPU)
     groups = [OptimizerGroup(pattern="norm", beta1=0.5)]
     with pytest.raises(ConfigError, match="'torch.optim:SGD' knows no betas"):
-        build_optimizer(parameters(), Optimizer(name="torch.optim:SGD", groups=groups), CPU)
+        build_optimizer(PARAMETERS, Optimizer(name="torch.optim:SGD", groups=groups), CPU)
 
 
 def test_a_class_that_takes_the_section_is_called_as_a_function(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     settings = Optimizer(name=f"{tmp_path}/own.py:WithSettings", lr=3e-4, weight_decay=0.7)
-    (group,) = build_optimizer(parameters(), settings, CPU).param_groups
+    (group,) = build_optimizer(PARAMETERS, settings, CPU).param_groups
     assert (group["lr"], group["weight_decay"], len(group["params"])) == (3e-4, 0.7, 2)
