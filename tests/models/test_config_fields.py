@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.llamas import spec_of
 from tests.support.reference import in_memory
 from titanlite.models import SPECS, LlamaArgs
 from titanlite.models.deepseek_v3 import DeepSeekV3Args
@@ -60,50 +61,32 @@ LATENT: dict[str, Any] = {
     "top_groups": 1,
     "route_scale": 1.7,
 }
-#: Everything that a family can do is on.
-MODELS: dict[str, tuple[str, LlamaArgs]] = {
-    "llama": ("llama3", LlamaArgs(**SMALL)),
-    "deepseek_v3": ("deepseek_v3", DeepSeekV3Args(**LATENT)),
-    "gpt_oss": ("gpt_oss", GptOssArgs(**SMALL, **EXPERTS, head_dim=16, window=12)),
-    "mistral": ("mistral", MistralArgs(**SMALL, window=12)),
-    "mixtral": ("mixtral", MixtralArgs(**SMALL, **EXPERTS)),
-    "qwen3": ("qwen3", Qwen3Args(**SMALL, head_dim=16)),
-    "qwen3_moe": (
-        "qwen3_moe",
-        Qwen3MoeArgs(**FOUR, **EXPERTS, head_dim=16, expert_width=16, sparse_step=2),
+#: `model_type` → arguments with which everything that the family can do is on.
+MODELS: dict[str, LlamaArgs] = {
+    "llama": LlamaArgs(**SMALL),
+    "deepseek_v3": DeepSeekV3Args(**LATENT),
+    "gpt_oss": GptOssArgs(**SMALL, **EXPERTS, head_dim=16, window=12),
+    "mistral": MistralArgs(**SMALL, window=12),
+    "mixtral": MixtralArgs(**SMALL, **EXPERTS),
+    "qwen3": Qwen3Args(**SMALL, head_dim=16),
+    "qwen3_moe": Qwen3MoeArgs(**FOUR, **EXPERTS, head_dim=16, expert_width=16, sparse_step=2),
+    "olmo2": Olmo2Args(**SMALL),
+    "olmo3": Olmo3Args(**FOUR, window=12, full_every=3),
+    "gemma3_text": Gemma3Args(
+        **FOUR, window=12, full_every=3, head_dim=16, query_scalar=24, local_theta=9.0, tied=True
     ),
-    "olmo2": ("olmo2", Olmo2Args(**SMALL)),
-    "olmo3": ("olmo3", Olmo3Args(**FOUR, window=12, full_every=3)),
-    "gemma3_text": (
-        "gemma3",
-        Gemma3Args(
-            **FOUR,
-            window=12,
-            full_every=3,
-            head_dim=16,
-            query_scalar=24,
-            local_theta=9.0,
-            tied=True,
-        ),
+    "deepseek_v2": DeepSeekV3Args(
+        **LATENT, score="softmax", norm_topk=False, group_best=1, bias_update=0.0
     ),
-    "deepseek_v2": (
-        "deepseek_v3",
-        DeepSeekV3Args(**LATENT, score="softmax", norm_topk=False, group_best=1, bias_update=0.0),
-    ),
-    "llama4_text": (
-        "llama4",
-        Llama4Args(
-            **FOUR,
-            n_experts=4,
-            top_k=1,
-            aux_loss=0.0,
-            expert_width=16,
-            sparse_step=2,
-            nope_every=3,
-            chunk=12,
-            temperature=0.4,
-            temperature_floor=8,
-        ),
+    "llama4_text": Llama4Args(
+        **FOUR,
+        **{**EXPERTS, "top_k": 1},
+        expert_width=16,
+        sparse_step=2,
+        nope_every=3,
+        chunk=12,
+        temperature=0.4,
+        temperature_floor=8,
     ),
 }
 TOKENS = torch.randint(64, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -183,9 +166,8 @@ def written(kind: str) -> dict[str, Any]:
     """config.json as `transformers` writes it, and the entries of older versions beside it."""
     from transformers import CONFIG_MAPPING
 
-    family, args = MODELS[kind]
-    ours = SPECS[family].hf_config(args)
-    return dict(CONFIG_MAPPING[kind](**ours).to_dict())
+    args = MODELS[kind]
+    return dict(CONFIG_MAPPING[kind](**spec_of(args).hf_config(args)).to_dict())
 
 
 def own_fields(kind: str) -> dict[str, Any]:

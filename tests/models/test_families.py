@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.hf import check_files
-from tests.support.llamas import SCALED, relative, tokens_of
+from tests.support.llamas import SCALED, relative, spec_of, tokens_of
 from tests.support.llamas import VARIANTS as LLAMAS
 from tests.support.reference import in_memory, in_our_names
 from titanlite.checkpoint.foreign_formats import open_weights
@@ -34,6 +34,7 @@ from titanlite.models.qwen3 import Qwen3Args
 from titanlite.models.qwen3_moe import Blocks, Qwen3MoeArgs
 from titanlite.models.recorded_args import from_record
 from titanlite.models.rope_scaling import LinearScaling, RopeScaling, YarnScaling
+from titanlite.models.spec import ModelSpec
 
 SMALL: dict[str, Any] = {
     "dim": 64,
@@ -55,7 +56,6 @@ GPT_OSS = GptOssArgs(
     window=24,
     rope_scaling=YarnScaling(factor=4.0, original_max_position_embeddings=32, truncate=False),
 )
-OLMO2 = Olmo2Args(**SMALL)
 #: Block 2 sees all tokens before.
 OLMO3 = Olmo3Args(**{**SMALL, "n_layers": 4}, window=24, full_every=3)
 GEMMA3 = Gemma3Args(
@@ -84,13 +84,8 @@ LLAMA4 = Llama4Args(
     ),
 )
 QWEN3_MOE = Qwen3MoeArgs(
-    dim=64,
-    n_layers=3,
-    n_heads=8,
-    n_kv_heads=2,
+    **{**SMALL, "n_layers": 3, "max_seq_len": 64},
     ffn_dim=96,
-    vocab_size=96,
-    max_seq_len=64,
     head_dim=16,
     n_experts=8,
     top_k=3,
@@ -120,97 +115,82 @@ V3 = DeepSeekV3Args(
         factor=4.0, original_max_position_embeddings=32, mscale=0.7, mscale_all_dim=0.9
     ),
 )
+V2 = replace(
+    V3,
+    score="softmax",
+    norm_topk=False,
+    group_best=1,
+    bias_update=0.0,
+    n_shared_experts=2,
+    route_scale=1.0,
+)
 MIXTRAL = MixtralArgs(**SMALL, ffn_dim=48, n_experts=4, rope_theta=1e6, aux_loss=0.0)
-#: Family and arguments: a window shorter than the sequence and one as long, heads wider than dim /
-#: heads, each RoPE.
-VARIANTS: dict[str, tuple[str, LlamaArgs]] = {
-    "llama": ("llama3", LLAMAS["gqa"]),
-    "llama, scaled, tied": ("llama3", LLAMAS["all"]),
-    "mistral, window": ("mistral", MISTRAL),
-    "mistral, no window, tied": (
-        "mistral",
-        replace(MISTRAL, window=None, tied=True, n_kv_heads=None, rope_theta=1e6),
+#: Family, and what the variant is → arguments: a window shorter than the sequence and one as long,
+#: heads wider than dim / heads, each RoPE.
+VARIANTS: dict[str, LlamaArgs] = {
+    "llama3": LLAMAS["gqa"],
+    "llama3, scaled, tied": LLAMAS["all"],
+    "mistral, window": MISTRAL,
+    "mistral, no window, tied": replace(
+        MISTRAL, window=None, tied=True, n_kv_heads=None, rope_theta=1e6
     ),
-    "qwen3": ("qwen3", QWEN3),
-    "qwen3, tied, scaled": (
-        "qwen3",
-        replace(QWEN3, tied=True, rope_scaling=SCALED, n_kv_heads=8, head_dim=24),
+    "qwen3": QWEN3,
+    "qwen3, tied, scaled": replace(
+        QWEN3, tied=True, rope_scaling=SCALED, n_kv_heads=8, head_dim=24
     ),
-    "gpt_oss": ("gpt_oss", GPT_OSS),
-    "gpt_oss, long window, all experts": (
-        "gpt_oss",
-        replace(GPT_OSS, window=128, top_k=4, rope_scaling=None, n_kv_heads=8),
+    "gpt_oss": GPT_OSS,
+    "gpt_oss, long window, all experts": replace(
+        GPT_OSS, window=128, top_k=4, rope_scaling=None, n_kv_heads=8
     ),
-    "llama4": ("llama4", LLAMA4),
-    "llama4, experts everywhere, no unit norm": (
-        "llama4",
-        replace(LLAMA4, sparse_step=1, unit_qk=False, rope_scaling=None, n_kv_heads=8, chunk=23),
+    "llama4": LLAMA4,
+    "llama4, experts everywhere, no unit norm": replace(
+        LLAMA4, sparse_step=1, unit_qk=False, rope_scaling=None, n_kv_heads=8, chunk=23
     ),
-    "llama4, two experts, no chunks, tied": (
-        "llama4",
-        replace(LLAMA4, top_k=2, chunk=0, temperature=0.0, norm_eps=1e-6, tied=True),
+    "llama4, two experts, no chunks, tied": replace(
+        LLAMA4, top_k=2, chunk=0, temperature=0.0, norm_eps=1e-6, tied=True
     ),
-    "mixtral": ("mixtral", replace(MIXTRAL, top_k=3)),
+    "mixtral": replace(MIXTRAL, top_k=3),
     # With one layer the losses of the routers are equal too: `transformers` takes shares over the
     # tokens of all layers.
-    "mixtral, balanced": ("mixtral", replace(MIXTRAL, n_layers=1, aux_loss=0.5)),
-    "qwen3_moe, every second block": (
-        "qwen3_moe",
-        replace(QWEN3_MOE, sparse_step=2, norm_topk=False),
+    "mixtral, balanced": replace(MIXTRAL, n_layers=1, aux_loss=0.5),
+    "qwen3_moe, every second block": replace(QWEN3_MOE, sparse_step=2, norm_topk=False),
+    "qwen3_moe, dense blocks, tied": replace(
+        QWEN3_MOE, dense_blocks=Blocks((0, 2)), tied=True, top_k=8
     ),
-    "qwen3_moe, dense blocks, tied": (
-        "qwen3_moe",
-        replace(QWEN3_MOE, dense_blocks=Blocks((0, 2)), tied=True, top_k=8),
+    "deepseek_v3": V3,
+    "deepseek_v3, no latent of queries, no groups": replace(
+        V3, q_lora_rank=0, n_groups=1, top_groups=1, n_dense_layers=0, n_shared_experts=2
     ),
-    "deepseek_v3": ("deepseek_v3", V3),
-    "deepseek_v3, no latent of queries, no groups": (
-        "deepseek_v3",
-        replace(V3, q_lora_rank=0, n_groups=1, top_groups=1, n_dense_layers=0, n_shared_experts=2),
+    "deepseek_v3, as v2": V2,
+    "olmo2": Olmo2Args(**SMALL),
+    "olmo3": OLMO3,
+    "olmo3, scaled where it sees all": replace(
+        OLMO3, rope_scaling=YarnScaling(factor=4.0, original_max_position_embeddings=32)
     ),
-    "deepseek_v3, as v2": (
-        "deepseek_v3",
-        replace(
-            V3,
-            score="softmax",
-            norm_topk=False,
-            group_best=1,
-            bias_update=0.0,
-            n_shared_experts=2,
-            route_scale=1.0,
-        ),
-    ),
-    "olmo2": ("olmo2", OLMO2),
-    "olmo3": ("olmo3", OLMO3),
-    "olmo3, scaled where it sees all": (
-        "olmo3",
-        replace(OLMO3, rope_scaling=YarnScaling(factor=4.0, original_max_position_embeddings=32)),
-    ),
-    "gemma3": ("gemma3", GEMMA3),
-    "gemma3, scaled where it sees all": (
-        "gemma3",
-        replace(GEMMA3, rope_scaling=LinearScaling(factor=8.0), query_scalar=16),
+    "gemma3": GEMMA3,
+    "gemma3, scaled where it sees all": replace(
+        GEMMA3, rope_scaling=LinearScaling(factor=8.0), query_scalar=16
     ),
 }
 
 
-def theirs_of(family: str, args: LlamaArgs) -> Any:
-    """The class of `transformers` that config.json names, with the weights it makes."""
+def theirs_of(config: dict[str, Any]) -> Any:
+    """The class of `transformers` that a config.json names, with the weights it makes."""
     import transformers
 
-    config = dict(SPECS[family].hf_config(args))
-    (name,) = config.pop("architectures")
+    (name,) = config["architectures"]
     kind = getattr(transformers, name)
     return kind(kind.config_class(**config))
 
 
-def pair(variant: str) -> tuple[nn.Module, Any, str, LlamaArgs]:
+def pair(variant: str) -> tuple[nn.Module, Any, ModelSpec, LlamaArgs]:
     """Ours and theirs, of the same weights: every parameter, norms too, is random and large enough
     to matter.
     """
-    family, args = VARIANTS[variant]
+    spec, args = SPECS[variant.partition(",")[0]], VARIANTS[variant]
     torch.manual_seed(0)
-    ours = SPECS[family].build(args)
-    theirs = theirs_of(family, args)
+    ours = spec.build(args)
+    theirs = theirs_of(spec.hf_config(args))
     with torch.no_grad():
         one = 0 if args.norm_offset else 1
         for name, tensor in ours.state_dict().items():
@@ -218,9 +198,9 @@ def pair(variant: str) -> tuple[nn.Module, Any, str, LlamaArgs]:
             tensor.copy_(
                 one + 0.2 * noise if "norm" in name else noise * _width(name, tensor) ** -0.5
             )
-    weights = in_memory(SPECS[family].to_hf(ours.state_dict(), args))
+    weights = in_memory(spec.to_hf(ours.state_dict(), args))
     theirs.load_state_dict(weights, strict=not args.tied)
-    return ours, theirs, family, args
+    return ours, theirs, spec, args
 
 
 def _width(name: str, p: Tensor) -> int:
@@ -233,11 +213,11 @@ def _width(name: str, p: Tensor) -> int:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_modules_logits_and_gradients_equal_those_of_transformers(variant, tmp_path):
-    ours, theirs, family, args = pair(variant)
+    ours, theirs, spec, args = pair(variant)
     tokens = tokens_of(args)
     balanced = getattr(args, "aux_loss", 0.0) > 0
     theirs.config.output_router_logits = balanced
-    trace = trace_transformers(theirs, SPECS[family], args, tokens, tmp_path)
+    trace = trace_transformers(theirs, spec, args, tokens, tmp_path)
     found = compare(trace_ours(ours, tokens), trace)
     if balanced:
         # Here the losses of routers have gradients alone.
@@ -248,7 +228,7 @@ def test_modules_logits_and_gradients_equal_those_of_transformers(variant, tmp_p
     # Experts have their own order of tokens; factors of Gemma are in other modules.
     own = ("experts", "sinks", "tok_embeddings", "q_norm")
     modules = {name.rpartition(".")[0] for name in parameters}
-    assert parameters | {SPECS[family].head} <= compared
+    assert parameters | {spec.head} <= compared
     assert not {name for name in modules - compared if not name.endswith(own)}
 
 
@@ -270,8 +250,8 @@ def test_documents_of_a_row_compute_what_each_computes_alone(variant):
     ["deepseek_v3", "deepseek_v3, as v2", "mixtral", "qwen3_moe, every second block"],
 )
 def test_files_of_transformers_there_and_back(variant, tmp_path):
-    ours, theirs, family, args = pair(variant)
-    check_files(theirs, ours.state_dict(), SPECS[family], args, tmp_path)
+    ours, theirs, spec, args = pair(variant)
+    check_files(theirs, ours.state_dict(), spec, args, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -287,48 +267,46 @@ def test_each_flavor_has_as_many_parameters_as_in_transformers_and_its_config_js
         args = replace(published, vocab_size=published.vocab_size or 512, n_layers=layers)
         with torch.device("meta"):
             model = spec.build(args)
-            theirs = theirs_of(family, args)
+            theirs = theirs_of(spec.hf_config(args))
         count = sum(p.numel() for p in model.parameters())
         assert (
             count == sum(p.numel() for p in theirs.parameters()) == spec.count_parameters(args)
         ), flavor
         back = spec.args_from_hf(spec.hf_config(args))
-        same = {
-            "max_seq_len": back.max_seq_len,
-            "ffn_dim": args.ffn_width,
-            "n_kv_heads": args.kv_heads,
-        }
-        wanted = replace(args, **same, ffn_dim_multiplier=1.0, multiple_of=256)
+        wanted = replace(
+            args,
+            max_seq_len=back.max_seq_len,
+            ffn_dim=args.ffn_width,
+            n_kv_heads=args.kv_heads,
+            ffn_dim_multiplier=1.0,
+            multiple_of=256,
+        )
         assert back == wanted and spec.hf_config(back) == spec.hf_config(args), flavor
         assert from_record(as_record(family, args)) == (family, args)
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "words"),
+    ("args", "changes", "words"),
     [
-        ("mistral", {"model_type": "llama"}, "model_type is 'llama', and this family is 'mistral'"),
-        ("mistral", {"num_hidden_layers": 10**9}, "num_hidden_layers is more than 10000"),
-        ("llama4", {"interleave_moe_layer_step": 9}, "no block has experts"),
-        ("deepseek_v3", {"topk_group": 9}, "topk_group must be at most n_group = 4"),
-        ("llama4", {"model_type": "llama4"}, "text_config is missing"),
+        (MISTRAL, {"model_type": "llama"}, "model_type is 'llama', and this family is 'mistral'"),
+        (MISTRAL, {"num_hidden_layers": 10**9}, "num_hidden_layers is more than 10000"),
+        (LLAMA4, {"interleave_moe_layer_step": 9}, "no block has experts"),
+        (V3, {"topk_group": 9}, "topk_group must be at most n_group = 4"),
+        (LLAMA4, {"model_type": "llama4"}, "text_config is missing"),
         (
-            "olmo3",
+            OLMO3,
             {"rope_parameters": {"sliding_attention": {"rope_theta": 1e5}}},
             "is 10000.0 in layers without a window and 100000.0 in the others; an OLMo 3 here",
         ),
-        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; the models"),
-        ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be positive, got 0"),
+        (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; the models"),
+        (GEMMA3, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be positive, got 0"),
     ],
 )
-def test_another_config_json_is_refused(family, changes, words):
+def test_another_config_json_is_refused(args, changes, words):
     """Entries that `transformers` takes or ignores; test_config_fields.py has all others."""
-    small = {"mistral": MISTRAL, "gemma3": GEMMA3, "llama4": LLAMA4, "deepseek_v3": V3}
-    args = {**small, "olmo3": OLMO3}[family]
+    spec = spec_of(args)
     with pytest.raises(ValueError, match=words):
-        SPECS[family].args_from_hf({**SPECS[family].hf_config(args), **changes})
-
-
-V2 = VARIANTS["deepseek_v3, as v2"][1]
+        spec.args_from_hf({**spec.hf_config(args), **changes})
 
 
 @pytest.mark.parametrize(
@@ -346,7 +324,7 @@ V2 = VARIANTS["deepseek_v3, as v2"][1]
     ],
 )
 def test_what_transformers_has_not_is_not_exported(base, changes, words):
-    spec = next(spec for spec in SPECS.values() if spec.args_class is type(base))
+    spec = spec_of(base)
     for function in (spec.hf_config, spec.hf_names)[: 2 if "bias_update" in changes else 1]:
         function(base)
         with pytest.raises(ValueError, match=words):
@@ -393,8 +371,6 @@ OLDER = {
 @pytest.mark.parametrize("family", OLDER)
 @torch.no_grad()
 def test_a_config_json_of_transformers_4_describes_the_same_model(family):
-    import transformers
-
     spec = SPECS[family]
     config = spec.hf_config(replace(OLMO3, full_every=4) if family == "olmo3" else GEMMA3)
     for name in ("rope_parameters", "layer_types"):
@@ -403,21 +379,20 @@ def test_a_config_json_of_transformers_4_describes_the_same_model(family):
     args = replace(spec.args_from_hf(config), max_seq_len=128)
     assert args.rope_scaling is not None
     ours = spec.build(args)
-    kind = getattr(transformers, config.pop("architectures")[0])
-    theirs = kind(kind.config_class(**config))
+    theirs = theirs_of(config)
     theirs.load_state_dict(spec.to_hf(ours.state_dict(), args), strict=not args.tied)
     tokens = tokens_of(args)
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
 def test_gates_and_what_they_multiply_are_clamped_as_in_transformers():
-    ours, theirs, _, args = pair("gpt_oss")
+    ours, theirs, spec, args = pair("gpt_oss")
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
             if name.endswith("gate_up"):
                 parameter *= 6
-    names = SPECS["gpt_oss"].hf_names(args)
-    theirs.load_state_dict(in_memory(SPECS["gpt_oss"].to_hf(ours.state_dict(), args)))
+    names = spec.hf_names(args)
+    theirs.load_state_dict(in_memory(spec.to_hf(ours.state_dict(), args)))
     found, expected = ours(tokens_of(args)), theirs(tokens_of(args)).logits
     assert relative(found, expected) < 1e-5
     for out in (found, expected):
@@ -429,12 +404,11 @@ def test_gates_and_what_they_multiply_are_clamped_as_in_transformers():
 def test_blocks_for_further_tokens_are_left_out(tmp_path, caplog):
     from safetensors.torch import save_file
 
-    spec = SPECS["deepseek_v3"]
-    values = spec.to_hf(pair("deepseek_v3")[0].state_dict(), V3)
-    more = {}
+    ours, _, spec, _ = pair("deepseek_v3")
+    values = spec.to_hf(ours.state_dict(), V3)
+    copies = {name: tensor.clone() for name, tensor in values.items()}
     for name in ("eh_proj", "enorm", "self_attn.o_proj", "shared_head.head"):
-        more[f"model.layers.{V3.n_layers}.{name}.weight"] = torch.randn(8, 8)
-    copies = {name: tensor.clone() for name, tensor in {**values, **more}.items()}
+        copies[f"model.layers.{V3.n_layers}.{name}.weight"] = torch.randn(8, 8)
     save_file(copies, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = {**spec.hf_config(V3), "num_nextn_predict_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -451,5 +425,4 @@ def test_blocks_for_further_tokens_are_left_out(tmp_path, caplog):
 
 def test_a_block_has_the_theta_of_its_window():
     gemma = SPECS["gemma3"].flavors["27B"]
-    thetas = [gemma.of_block(index).rope_theta for index in range(6)]
-    assert thetas == [1e4] * 5 + [1e6]
+    assert [gemma.of_block(n).rope_theta for n in range(6)] == [1e4] * 5 + [1e6]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import unequal
-from tests.support.hf import TOML
+from tests.support.hf import train_losses
 from tests.support.hf_compare import (
     ARCHITECTURES,
     MIXTURES,
@@ -22,11 +23,10 @@ from tests.support.hf_compare import (
     flags_of,
     on_ranks,
 )
-from tests.support.steps import train_rows
+from tests.support.pool import Pools
 from tests.support.tiny import KEPT_TOKENS
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.hf import open_hf
-from titanlite.dist.dist_env import DistEnv
 from titanlite.models import ShapeError, get_spec
 from titanlite.models.hf import args_from_hf
 
@@ -72,9 +72,9 @@ def test_gradients_are_those_of_transformers_on_one_rank(pool, tmp_path, kind, r
 def test_a_token_counts_the_experts_that_it_uses():
     args = args_from_hf(content("deepseek_v3"))
     mixture = 3 * 64 * 32
-    (layer,) = args.skeleton.moe_layers.items()
-    assert layer[0] == "model.layers.1.mlp.experts"
-    assert layer[1][:2] == (8, 2)
+    ((name, layer),) = args.skeleton.moe_layers.items()
+    assert name == "model.layers.1.mlp.experts"
+    assert layer[:2] == (8, 2)
     fewer = args_from_hf(content("deepseek_v3", num_experts_per_tok=1))
     assert SPEC.flops_per_token(args, 32) - SPEC.flops_per_token(fewer, 32) == 6 * mixture
     assert "model.layers.1.mlp.gate" not in SPEC.linears(args)  # type: ignore[misc]
@@ -95,59 +95,51 @@ def test_a_built_model_leaves_the_facts_of_its_config_alone():
 
 def reference(kind: str) -> Any:
     """A model of `transformers` with random weights."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(5)
-    config = CONFIG_MAPPING[kind](**MIXTURES[kind], vocab_size=192)
+    config = AutoConfig.for_model(**content(kind))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_()
-        for name, buffer in model.named_buffers():
-            if name in model.state_dict():
-                buffer.normal_()
+    for tensor in model.state_dict().values():
+        tensor.normal_()
     return model
 
 
-@pytest.mark.parametrize("kind", MIXTURES)
-def test_the_files_of_save_pretrained_are_read_bit_for_bit(tmp_path, kind):
-    model = reference(kind)
-    model.save_pretrained(tmp_path)
-    args = args_from_hf(json.loads((tmp_path / "config.json").read_text()))
-    found = open_hf(tmp_path, SPEC, args)
+def holds_the_weights(folder: Path, model: Any) -> None:
+    """Check that we read all weights of a model of `transformers` from a folder, bit for bit."""
+    args = args_from_hf(json.loads((folder / "config.json").read_text()))
+    found = open_hf(folder, SPEC, args)
     state = model.state_dict()
     assert found.parts.keys() == state.keys()
     for name, tensor in state.items():
         assert found.read(name).equal(tensor), name
 
 
-_EXPERT = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_the_files_of_save_pretrained_are_read_bit_for_bit(tmp_path, kind):
+    model = reference(kind)
+    model.save_pretrained(tmp_path)
+    holds_the_weights(tmp_path, model)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "shape", "message"),
     [
         (
-            lambda all_: all_.update({_EXPERT: all_[_EXPERT][:-8].contiguous()}),
+            "block_sparse_moe.experts.2.w1.weight",
+            (88, 64),
             "experts.2.w1.weight is .88, 64., and .*need one shape",
         ),
-        (
-            lambda all_: all_.update(
-                {"model.layers.1.mlp.experts.gate_up_proj": torch.zeros(4, 192, 64)}
-            ),
-            "has both .* one weight",
-        ),
+        ("mlp.experts.gate_up_proj", (4, 192, 64), "has both .* one weight"),
     ],
     ids=["another shape", "the stack too"],
 )
-def test_tensors_that_do_not_fit_together_are_refused(tmp_path, change, message):
+def test_tensors_that_do_not_fit_together_are_refused(tmp_path, name, shape, message):
     from safetensors.torch import load_file, save_file
 
     reference("mixtral").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file)
+    save_file({**load_file(file), f"model.layers.1.{name}": torch.zeros(shape)}, file)
     with pytest.raises(CheckpointError, match=message):
         open_hf(tmp_path, SPEC, args_from_hf(content("mixtral")))
 
@@ -164,8 +156,8 @@ def test_an_override_wins_over_the_other_name_of_its_entry():
 STEPS = 4
 
 
-def run_flags(folder: Path, kind: str, *more: str, **keys: Any) -> list[str]:
-    """Flags of a short run that saves every step."""
+def rows_of(pool: Pools, ranks: int, folder: Path, kind: str, **keys: Any) -> Any:
+    """Return what each step of a short run logs, which saves every step in `folder`."""
     given = {
         "training__batch_size": 1,
         "training__global_batch_size": 4,
@@ -179,59 +171,41 @@ def run_flags(folder: Path, kind: str, *more: str, **keys: Any) -> list[str]:
         "checkpoint__keep_latest_k": 0,
         **keys,
     }
-    return [*flags_of(folder, kind, **given), KEPT_TOKENS, *more]
-
-
-def _rows(world: DistEnv, folder: Path, flags: list[str]) -> list[tuple[float, float]]:
-    rows = train_rows(world, str(folder / "run"), *flags, config=TOML)
-    return [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
+    folder.mkdir(exist_ok=True)
+    flags = [*flags_of(folder, kind, **given), KEPT_TOKENS]
+    return pool(ranks).run(train_losses, flags)[0]
 
 
 @pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_resumes_exactly_and_on_other_ranks(pool, tmp_path):
-    kind = "gpt_oss"
-    folders = {}
-    for name in ("straight", "resumed", "four"):
-        folders[name] = tmp_path / name
-        folders[name].mkdir()
-    straight = pool(2).run(_rows, folders["straight"], run_flags(folders["straight"], kind))
-    saved = folders["straight"] / "run" / "checkpoint"
-    for name, ranks in (("resumed", 2), ("four", 4)):
-        own = folders[name] / "run" / "checkpoint"
+    straight = rows_of(pool, 2, tmp_path / "straight", "gpt_oss")[2:]
+    saved = tmp_path / "straight" / "run" / "checkpoint"
+    for ranks in (2, 4):
+        own = tmp_path / str(ranks) / "run" / "checkpoint"
         shutil.copytree(saved / "step-2", own / "step-2")
-        flags = run_flags(folders[name], kind)
-        rows = pool(ranks).run(_rows, folders[name], flags)[0]
-        if name == "resumed":
-            assert rows == straight[0][2:]
+        rows = rows_of(pool, ranks, tmp_path / str(ranks), "gpt_oss")
+        if ranks == 2:
+            assert rows == straight
             assert unequal(saved / "step-4", own / "step-4") == []
-        expected = [number for row in straight[0][2:] for number in row]
-        assert [number for row in rows for number in row] == pytest.approx(expected, rel=2e-5)
+        assert list(chain(*rows)) == pytest.approx([*chain(*straight)], rel=2e-5)
 
 
 def test_an_export_of_two_ranks_is_what_transformers_loads(pool, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    exports = []
-    for name, ranks in (("two", 2), ("one", 1)):
-        folder = tmp_path / name
-        folder.mkdir()
-        keys = {
-            "training__steps": 1,
-            "optimizer__lr": 0.0,
-            "checkpoint__last_save_in_hf": "true",
-            "checkpoint__last_save_model_weights_only": "true",
-        }
-        pool(ranks).run(_rows, folder, run_flags(folder, "mixtral", **keys))
-        exports.append(folder / "run" / "checkpoint" / "step-1-hf")
+    keys = {
+        "training__steps": 1,
+        "optimizer__lr": 0.0,
+        "checkpoint__last_save_in_hf": "true",
+        "checkpoint__last_save_model_weights_only": "true",
+    }
+    exports = [tmp_path / str(ranks) / "run" / "checkpoint" / "step-1-hf" for ranks in (1, 2)]
+    for ranks in (1, 2):
+        rows_of(pool, ranks, tmp_path / str(ranks), "mixtral", **keys)
     # Nothing was learned: both hold the initial weights.
-    assert exports[0].joinpath("model.safetensors").read_bytes() == (
-        exports[1].joinpath("model.safetensors").read_bytes()
-    )
-    model = AutoModelForCausalLM.from_pretrained(exports[0], dtype=torch.float32)
-    args = args_from_hf(json.loads((exports[0] / "config.json").read_text()))
-    found = open_hf(exports[0], SPEC, args)
-    for name, tensor in model.state_dict().items():
-        assert found.read(name).equal(tensor), name
+    one, two = ((export / "model.safetensors").read_bytes() for export in exports)
+    assert one == two
+    holds_the_weights(exports[1], AutoModelForCausalLM.from_pretrained(exports[1]))
 
 
 # Configs

@@ -53,6 +53,7 @@ IMAGES: dict[str, Any] = {
     "projector_input_dim": 48,
     "projector_output_dim": 48,
 }
+TOKENS = (torch.arange(32) * 37 % 2304).unsqueeze(0)
 
 
 @pytest.fixture(scope="module")
@@ -135,14 +136,13 @@ def test_an_export_is_the_text_model_alone_bit_for_bit(model, folder, tmp_path):
 
 
 def _loaded(world: DistEnv, *flags: str) -> dict[str, Tensor]:
-    """The weights of a run from a folder, and its logits of 32 tokens."""
+    """The weights of a run from a folder, and its logits of `TOKENS`."""
     run = check_config(list(flags), world.size)[1]
     parts = build(run, world)
     assert parts.checkpointer is not None
     assert parts.checkpointer.load(parts.model, parts.optimizer) is not None
-    tokens = (torch.arange(32) * 37 % 2304).unsqueeze(0)
     with torch.no_grad():
-        logits = parts.model(tokens)
+        logits = parts.model(TOKENS)
     state = {name: full(parameter) for name, parameter in parts.model.named_parameters()}
     parts.close()
     return {"logits": logits, **state}
@@ -151,13 +151,12 @@ def _loaded(world: DistEnv, *flags: str) -> dict[str, Tensor]:
 def test_a_run_takes_shape_and_weights_from_the_folder(pool, tmp_path, model, folder):
     flags = [*FLAGS, "--model.name=llama4", f"--checkpoint.initial_load_path={folder}"]
     flags += [f"--job.dump_folder={tmp_path}", "--training.global_batch_size=4"]
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+    names = SPEC.hf_names(SPEC.args_from_hf(read(folder)))
+    wanted = in_our_names(text_of(stored(folder)), names)
     for found in pool(2).run(_loaded, *flags):
-        tokens = (torch.arange(32) * 37 % 2304).unsqueeze(0)
-        with torch.no_grad():
-            expected = model(tokens).logits
         torch.testing.assert_close(found.pop("logits"), expected, atol=2e-5, rtol=1e-4)
-        names = SPEC.hf_names(SPEC.args_from_hf(read(folder)))
-        wanted = in_our_names(text_of(stored(folder)), names)
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 

@@ -38,22 +38,16 @@ ARGS = Args(16, 2, 2, ffn_dim=40, vocab_size=32, n_experts=8, top_k=3, aux_loss=
 DEEPSEEK = replace(
     ARGS, score="sigmoid", n_groups=4, top_groups=2, route_scale=2.5, bias_update=0.001
 )
-BIAS = torch.tensor([0.2, 0, 0, -0.3, 0.5, 0, -0.1, 0.1])
-
-
-def make_moe(args: Args) -> MoE:
-    moe = MoE(args)
-    for index, parameter in enumerate(moe.parameters()):
-        torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(index))
-    if moe.expert_bias is not None:
-        moe.expert_bias.copy_(BIAS)
-    return moe
 
 
 @pytest.mark.parametrize("args", [ARGS, DEEPSEEK], ids=["softmax", "sigmoid"])
 def test_losses_by_hand_and_what_a_layer_records(args):
     """Sigmoids count as shares of a token, as probabilities are."""
-    moe = make_moe(replace(args, n_layers=1, aux_loss=0.5, z_loss=0.1))
+    moe = MoE(replace(args, n_layers=1, aux_loss=0.5, z_loss=0.1))
+    for index, parameter in enumerate(moe.parameters()):
+        nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(index))
+    if moe.expert_bias is not None:
+        moe.expert_bias.copy_(torch.tensor([0.2, 0, 0, -0.3, 0.5, 0, -0.1, 0.1]))
     moe.record = torch.zeros(8 + 3, dtype=torch.float64)
     moe.load = torch.zeros(8, dtype=torch.int64)
     x = torch.randn(1, 12, 16)

@@ -21,7 +21,8 @@ from titanlite.models.recorded_args import from_record
 from titanlite.optim.groups import parameter_groups
 
 ARGS = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=96)
-TIED = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=96, tied=True)
+TIED = replace(ARGS, tied=True)
+TOKENIZER: Any = SimpleNamespace(fingerprint="")
 
 
 def test_initial_distribution_of_every_kind_of_parameter():
@@ -64,26 +65,23 @@ def test_a_name_without_a_rule_raises(name):
 def test_biases_and_sinks_begin_at_zero_and_have_no_decay():
     spec = get_spec("gpt_oss")
     args = replace(spec.flavors["debugmodel"], n_layers=2, vocab_size=96)
-    model = spec.build_on_meta(args)
-    zeros = set()
-    for name, _ in model.named_parameters():
-        if spec.init_rule(name, args).kind == "zeros":
-            zeros.add(name.partition(".")[2].partition(".")[2])
-    assert zeros == {
+    parameters = dict(spec.build_on_meta(args).named_parameters())
+    zeros = {name for name in parameters if spec.init_rule(name, args).kind == "zeros"}
+    assert {name.split(".", 2)[2] for name in zeros} == {
         *(f"attention.w{one}.bias" for one in "qkvo"),
         "attention.sinks.weight",
         "feed_forward.gate.bias",
         "feed_forward.experts.gate_up_bias",
         "feed_forward.experts.down_bias",
     }
-    parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
     blocks = spec.block_names(args)
-    decayed = Optimizer(no_decay_on_norms=True)
-    without = set()
-    for group in parameter_groups(parameters, decayed, blocks):
-        if group.get("weight_decay") == 0.0:
-            without |= {names[id(parameter)] for parameter in group["params"]}
+    without = {
+        names[id(parameter)]
+        for group in parameter_groups(parameters, Optimizer(no_decay_on_norms=True), blocks)
+        if group.get("weight_decay") == 0.0
+        for parameter in group["params"]
+    }
     assert without == {name for name in parameters if "norm" in name or "bias" in name} | {
         f"{block}.attention.sinks.weight" for block in blocks
     }
@@ -97,18 +95,24 @@ def test_biases_and_sinks_begin_at_zero_and_have_no_decay():
 
 
 @dataclass(frozen=True)
-class TunedArgs(LlamaArgs):
+class EarlierArgs(LlamaArgs):
     """Arguments that no code but this names."""
 
     gain: float = 2.0
     shift: float = -0.5
     penalty: float = argument(0.5, of_training=True, may_be_zero=True)
     narrow: int | None = argument(None, decides="narrow_width")
-    twist: float = argument(1.0, came_later=True)
 
     @property
     def narrow_width(self) -> int:
         return self.narrow or self.dim // 2
+
+
+@dataclass(frozen=True)
+class TunedArgs(EarlierArgs):
+    """Those of the next version."""
+
+    twist: float = argument(1.0, came_later=True)
 
 
 TUNED = decoder_spec("tuned", {"debugmodel": TunedArgs(64, 2, 4, vocab_size=96)})
@@ -116,15 +120,13 @@ TUNED_NAME = f"{__name__}:TUNED"
 
 
 def test_a_new_argument_is_declared_in_one_place():
-    tokenizer: Any = SimpleNamespace(fingerprint="")
-
     def changed(name=TUNED_NAME, **changes):
         return resolve_args(name, "debugmodel", changes, tokenizer_size=96)
 
     def told(args, name=TUNED_NAME):
         """Whether checkpoints are of another model, and whether weights of others are."""
         both = changed(name), args
-        resumed = [weights_fingerprints(name, one, tokenizer)["model"] for one in both]
+        resumed = [weights_fingerprints(name, one, TOKENIZER)["model"] for one in both]
         compared = [deciding(one) for one in both]
         return resumed[0] != resumed[1], compared[0] != compared[1]
 
@@ -144,23 +146,11 @@ def test_a_new_argument_is_declared_in_one_place():
     assert from_record(as_record(TUNED_NAME, kept)) == (TUNED_NAME, kept)
 
 
-@dataclass(frozen=True)
-class EarlierArgs(LlamaArgs):
-    """`TunedArgs` of a version without `twist`."""
-
-    gain: float = 2.0
-    shift: float = -0.5
-    penalty: float = argument(0.5, of_training=True, may_be_zero=True)
-    narrow: int | None = argument(None, decides="narrow_width")
-    narrow_width = 32
-
-
 def test_an_argument_that_came_later_has_its_default_in_older_models_and_in_files():
-    tokenizer: Any = SimpleNamespace(fingerprint="")
     older, newer = EarlierArgs(64, 2, 4, vocab_size=96), TUNED.flavors["debugmodel"]
-    prints = [weights_fingerprints(TUNED_NAME, one, tokenizer) for one in (older, newer)]
+    prints = [weights_fingerprints(TUNED_NAME, one, TOKENIZER) for one in (older, newer)]
     assert prints[0] == prints[1]
-    assert from_record({**as_record(TUNED_NAME, older)})[1] == newer
+    assert from_record(as_record(TUNED_NAME, older))[1] == newer
     given = {"dim": 64, "n_layers": 2, "n_heads": 4}
     open_fields = missing_fields(Model(name=TUNED_NAME, flavor="from_folder", overrides=given))
     assert "gain" in open_fields and "twist" not in open_fields
@@ -184,7 +174,6 @@ class RoutedArgs:
 
 
 def test_checkpoints_of_0_2_0_with_arguments_of_a_user_are_resumed():
-    tokenizer: Any = SimpleNamespace(fingerprint="")
-    found = weights_fingerprints("mine.py:SPEC", RoutedArgs(), tokenizer)
+    found = weights_fingerprints("mine.py:SPEC", RoutedArgs(), TOKENIZER)
     shape = b'{"dim": 8, "model": "mine.py:SPEC"}'
     assert found["model"] == hashlib.sha256(shape).hexdigest()[:16]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -42,13 +41,6 @@ SIZES = {
 }
 
 
-def resolved(path: Path, ranks: int) -> RunConfig:
-    config = load_file(path)
-    run = resolve(config, ranks)[1]
-    assert not [note for note in run.notes if note.warns]
-    return run
-
-
 def described(name: str) -> tuple[RunConfig, LlamaArgs, str]:
     """A file's run on the hardware it names, its model, and its comments as one line."""
     path = FOLDER / f"{name}.toml"
@@ -57,7 +49,8 @@ def described(name: str) -> tuple[RunConfig, LlamaArgs, str]:
     )
     gpus = re.search(r"Hardware: (\d+|one) GPUs? of", comments)
     assert gpus
-    run = resolved(path, ranks=1 if gpus[1] == "one" else int(gpus[1]))
+    run = resolve(load_file(path), 1 if gpus[1] == "one" else int(gpus[1]))[1]
+    assert not [note for note in run.notes if note.warns]
     return run, run.model_args(), comments
 
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from titanlite.models import LlamaArgs, RopeScaling
+from titanlite.models import SPECS, LlamaArgs, RopeScaling
 from titanlite.models.layers import Llama
+from titanlite.models.spec import ModelSpec
 
 SMALL = LlamaArgs(dim=64, n_layers=2, n_heads=4, vocab_size=96, multiple_of=32, max_seq_len=128)
 SCALED = RopeScaling(factor=8.0, original_context=32)
@@ -41,6 +42,11 @@ def built(args: LlamaArgs, seed: int = 0) -> Llama:
                 else torch.randn_like(p) * p.size(-1) ** -0.5
             )
     return model
+
+
+def spec_of(args: LlamaArgs) -> ModelSpec:
+    """The family of arguments of a class that no other family has."""
+    return next(spec for spec in SPECS.values() if spec.args_class is type(args))
 
 
 def tokens_of(args: LlamaArgs, batch: int = 2, seq: int | None = None) -> Tensor:
