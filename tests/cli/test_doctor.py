@@ -67,8 +67,6 @@ def test_gpus_with_faults(monkeypatch, tmp_path):
     assert "GPU 0: 3 uncorrected memory errors" in errors
     assert "GPU 1: 5000 MiB are in use" in warnings
     assert "GPU 1" not in errors and "GPU 0" not in warnings
-    import torch
-
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "torch is built for the CPU" in found(doctor._torch, ERROR)
     monkeypatch.setattr(torch.version, "cuda", "13.0")

@@ -17,7 +17,7 @@ import pytest
 from tests.support.commands import evaluate_run
 from tests.support.hf import hf_folder
 from tests.support.pool import Pools
-from tests.support.processes import ROOT, python, titanlite
+from tests.support.processes import python, titanlite
 from tests.support.task_files import TASKS, without_shipped_tasks, write_tasks
 from tests.support.texts import write_texts
 from tests.support.whole_runs import train_run
@@ -27,6 +27,7 @@ from titanlite.cli.checkpoint_folders import checkpoint_of
 from titanlite.cli.eval_losses import config_of, read_texts
 from titanlite.cli.main import main
 from titanlite.config.errors import ConfigError
+from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE
 from titanlite.validation import ValidationResult
 
 
@@ -38,9 +39,8 @@ def _train(pool: Pools, folder: Path, *flags: str) -> dict[str, Any]:
         folder / "text.jsonl",
         [f"{n} and {n + 1} are numbers, and so on to {n + 9}" for n in range(60)],
     )
-    sources = "--validation.sources=[{name='c4_test'}, {name='c4_validation'}]"
     own = [
-        sources,
+        "--validation.sources=[{name='c4_test'}, {name='c4_validation'}]",
         "--validation.enable",
         "--training.steps=2",
         f"--training.dataset_path={text}",
@@ -161,10 +161,8 @@ def test_what_decides_about_the_losses_and_the_users_flags_must_be_right(
 def test_weights_of_another_tokenizer_are_refused(trained):
     step = checkpoint_of(trained[0])
     manifest = read_manifest(step)
-    flags = [
-        f"--model.tokenizer_path={ROOT / 'titanlite/data/assets/tokenizer.model'}"  # noqa: E501
-    ]
-    run = config_of(step, manifest, None, [*flags, "--model.name=llama2"], 1)
+    flags = [f"--model.tokenizer_path={BUNDLED_SENTENCEPIECE}", "--model.name=llama2"]
+    run = config_of(step, manifest, None, flags, 1)
     with pytest.raises(CheckpointError, match=r"another .*tokenizer.*--checkpoint\.allow_changes="):
         read_texts(run, step, manifest)
     with pytest.raises(ConfigError, match="tensor_parallel 3"):

@@ -12,13 +12,21 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import ended, environment
-from tests.support.texts import CLONE, TOKENIZER, contents, rows_of, write_files, write_records
+from tests.support.checkpoints import flip
+from tests.support.processes import ended, environment, until
+from tests.support.texts import (
+    CLONE,
+    TOKENIZER,
+    contents,
+    rows_of,
+    write_files,
+    write_records,
+    write_texts,
+)
 from titanlite.config.errors import ConfigError
 from titanlite.data.dataset_builder import TextReader
 from titanlite.data.prepared_tokens import checksum_of, fingerprint_of
@@ -58,21 +66,17 @@ def test_the_tokens_are_those_of_training_on_text(tmp_path, command):
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
 def test_a_large_file_is_shared_by_any_number_of_processes(tmp_path, command, kind):
-    lines = [json.dumps({"text": f"record {n} " + "word " * (n * 7 % 40)}) for n in range(300)]
-    lines[150:150] = ["", ""]  # no documents
+    texts = [f"record {n} " + "word " * (n * 7 % 40) for n in range(300)]
     file = tmp_path / f"big.{kind}"
-    content = "".join(f"{line}\n" for line in lines)
     if kind == "parquet":
         parquet = pytest.importorskip("pyarrow.parquet")
-        pyarrow = pytest.importorskip("pyarrow")
-        rows = {"text": [json.loads(line)["text"] for line in lines if line]}
-        parquet.write_table(
-            pyarrow.table(rows), file, row_group_size=7, compression="none", use_dictionary=False
-        )
+        table = pytest.importorskip("pyarrow").table({"text": texts})
+        parquet.write_table(table, file, row_group_size=7, compression="none", use_dictionary=False)
     else:
-        file.write_bytes(
-            gzip.compress(content.encode()) if kind == "jsonl.gz" else content.encode()
-        )
+        # Empty lines are no documents.
+        write_texts(file, [*texts[:150], "", "", *texts[150:]], {151: "", 152: ""})
+    if kind == "jsonl.gz":
+        file.write_bytes(gzip.compress(file.read_bytes()))
     for workers in (1, 3):
         words = ["prepare", file, "--part-tokens", 400, "--workers", workers]
         assert command(*words, "--out", tmp_path / str(workers))[0] == 0
@@ -86,12 +90,8 @@ def test_a_large_file_is_shared_by_any_number_of_processes(tmp_path, command, ki
 
 
 def test_an_error_in_a_large_file_names_the_place(tmp_path, command):
-    (tmp_path / "a.jsonl").write_text(
-        '{"text": "good"}\n' * 20 + '{"text": 3}\n' + '{"text": "good"}\n' * 20
-    )
-    code, printed = command(
-        "prepare", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--part-tokens", 30
-    )
+    text = write_texts(tmp_path / "a.jsonl", ["good"] * 41, {21: '{"text": 3}'})
+    code, printed = command("prepare", text, "--out", tmp_path / "out", "--part-tokens", 30)
     assert code == 2
     assert "a.jsonl from byte 272 on, line 5: the key 'text' must be a string" in printed
 
@@ -117,22 +117,17 @@ def test_prompts_are_no_targets(tmp_path, command):
 def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(tmp_path, command):
     whole = tmp_path / "whole"
     killed = tmp_path / "killed"
-    text = tmp_path / "text.jsonl"
     records = itertools.islice(iter_records(BUNDLED["c4_test"]), 800)
-    text.write_text("".join(json.dumps({"text": record.text}) + "\n" for record in records))
-    words = ["prepare", str(text), "--part-tokens=5000", "--workers=1", "--tokenizer=bundled"]
-    words.append("--out")
+    text = write_texts(tmp_path / "text.jsonl", [record.text for record in records])
+    words = ["prepare", text, "--part-tokens=5000", "--workers=1", "--tokenizer=bundled", "--out"]
     assert command(*words, whole)[0] == 0
     assert len(list(whole.glob("*.tokens"))) > 100
     process = subprocess.Popen(
-        [sys.executable, "-m", "titanlite", "data", *words, str(killed), "--workers", "2"],
+        [sys.executable, "-m", "titanlite", "data", *words, killed, "--workers", "2"],
         env=environment(),
     )
-    deadline = time.monotonic() + 300
-    while len(list(killed.glob("part-*.json"))) < 8:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    until(lambda: process.poll() is not None or len(list(killed.glob("part-*.json"))) >= 8)
+    assert process.returncode is None
     workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -143,14 +138,12 @@ def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(tmp_path, command
     kept = done[0].with_suffix(".tokens")
     damaged = done[1].with_suffix(".tokens")
     written = os.stat(kept).st_mtime_ns
-    content = bytearray(damaged.read_bytes())
-    content[100] ^= 1
-    damaged.write_bytes(content)
+    flip(damaged)
     assert command(*words, killed)[0] == 0
     assert os.stat(kept).st_mtime_ns == written
     assert contents(killed) == contents(whole)
     # A finished folder is checked, and what is damaged is made again.
-    damaged.write_bytes(content)
+    flip(damaged)
     assert "complete already" not in command(*words, killed)[1]
     assert contents(killed) == contents(whole)
     assert "killed is complete already, and its checksums are right" in command(*words, killed)[1]
@@ -161,9 +154,9 @@ def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(tmp_path, command
 def test_a_changed_file_is_tokenized_again(tmp_path, command):
     text = write_records(tmp_path / "text")
     out = tmp_path / "out"
-    words = ["prepare", text, "--out", out, "--part-tokens", 100, "--workers", 1]
+    words = ["prepare", text, "--part-tokens", 100, "--workers", 1, "--out"]
     (text / "2.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
-    code, printed = command(*words)
+    code, printed = command(*words, out)
     assert code == 2
     assert "2.jsonl, line 2" in printed
     assert not (out / "index.json").exists()
@@ -171,8 +164,8 @@ def test_a_changed_file_is_tokenized_again(tmp_path, command):
     assert first
     write_records(tmp_path / "again")
     os.replace(tmp_path / "again" / "2.jsonl", text / "2.jsonl")
-    assert command(*words)[0] == 0
-    assert command(*words[:3], tmp_path / "fresh", *words[4:])[0] == 0
+    for folder in (out, tmp_path / "fresh"):
+        assert command(*words, folder)[0] == 0
     assert contents(out) == contents(tmp_path / "fresh")
     assert all((out / name).stat().st_mtime_ns == time for name, time in first.items())
 

@@ -1,7 +1,7 @@
 """No command runs code, reads a variable or another file because a file of somebody else names it.
 
-`CASES` has every command. One that reads foreign files runs on poisoned ones here; the others have
-the reason.
+`SHOWS`, `MODEL` and `REASONS` have every command. One that reads foreign files runs on poisoned
+ones here; the others have the reason.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
@@ -48,13 +49,13 @@ from titanlite.data import DataError
 
 ROOT = Path(__file__).resolve().parents[2] / "titanlite"
 OWN = "reads no file but TOML files that the user names, which are the user's own"
-#: Command → its words in front of the path of a poisoned run or checkpoint, and the exit code.
+#: Command → its words, with the path of a poisoned run or checkpoint.
 #: {step}: the checkpoint, {run}: the run, {out}: a path that is free.
 SHOWS = {
-    "checkpoint ls": (["{run}"], exit_codes.DONE),
-    "checkpoint verify": (["{step}"], exit_codes.DONE),
-    "checkpoint diff": (["{step}", "{step}"], exit_codes.DONE),
-    "runs": (["{run}"], exit_codes.DONE),
+    "checkpoint ls": ["{run}"],
+    "checkpoint verify": ["{step}"],
+    "checkpoint diff": ["{step}", "{step}"],
+    "runs": ["{run}"],
 }
 #: Commands that take the model's family from the manifest.
 MODEL = {
@@ -170,9 +171,8 @@ def _started() -> NoReturn:
 @pytest.mark.parametrize("command", sorted(SHOWS))
 def test_what_is_only_shown_is_not_run(poisoned, command):
     poison(poisoned.step, code_config(poisoned.evil, "beside"), poisoned.evil.named("SPEC"))
-    words, expected = SHOWS[command]
-    code, said = poisoned.call(command, words)
-    assert code == expected, said
+    code, said = poisoned.call(command, SHOWS[command])
+    assert code == exit_codes.DONE, said
     assert not poisoned.evil.ran
     assert SAYS not in said
     assert SECRET not in said
@@ -202,9 +202,7 @@ def test_code_that_a_kept_config_names_is_not_imported(poisoned, way):
     assert said.count(trust.FLAG) == len(KEYS)
     _, said = poisoned.call("eval", ["{step}"], trust.FLAG)
     for key in KEYS:
-        _is_announced(
-            said, poisoned.evil, f"{key} = {_quoted(poisoned.evil.named(CODE[key], way))}"
-        )
+        _is_announced(said, poisoned.evil, f'{key} = "{poisoned.evil.named(CODE[key], way)}"')
     assert "started" in said
 
 
@@ -254,8 +252,10 @@ def test_claims_are_of_the_values_in_effect_alone():
         "optimizer.name": "evil:Optimizer",
         "compile.cache_dir": "/evil",
     }
-    flags = ["--data.source=[]", "--validation.sources=[]", "--optimizer.name=AdamW"]
-    flags.append("--compile.cache_dir=own")
+    flags = [
+        *("--data.source=[]", "--validation.sources=[]", "--optimizer.name=AdamW"),
+        "--compile.cache_dir=own",
+    ]
     assert not read_text(text, file, flags, trust.Origin.FOREIGN)[0].claims
     assert not read_text(text, file)[0].claims
 
@@ -269,16 +269,11 @@ def test_the_code_of_ones_own_config_needs_no_flag(poisoned):
 
 def _names(said: str, file: object, key: str, value: str) -> None:
     """Check that a refusal names the value, the file it is from, and the flag."""
-    lines = said.splitlines()
-    found = [
-        n for n, line in enumerate(lines) if str(file) in line and key in line and value in line
-    ]
-    assert found, f"{file}: {key} = {value} is not named:\n{said}"
-    assert trust.FLAG in lines[found[0] + 1]
-
-
-def _quoted(text: str) -> str:
-    return f'"{text}"'
+    for line, after in pairwise(said.splitlines()):
+        if str(file) in line and key in line and value in line:
+            assert trust.FLAG in after
+            return
+    pytest.fail(f"{file}: {key} = {value} is not named:\n{said}")
 
 
 def _is_announced(said: str, evil: Evil, value: str) -> None:
@@ -298,15 +293,16 @@ def test_a_hugging_face_folder_runs_no_code(poisoned, tmp_path):
 
     folder = hf_folder(tmp_path / "hf")
     poison_hf(folder, poisoned.evil)
-    calls: list[tuple[str, list[str]]] = [
-        ("export", [str(folder), "{out}"]),
-        ("sample", [str(folder), "text", "--max-tokens=1", "--device=cpu"]),
-        (
-            "config check",
-            ["--model.name=hf", f"--model.hf_config={folder}", "--training.seq_len=64"],
-        ),
-    ]
-    for command, words in calls:
+    calls = {
+        "export": [str(folder), "{out}"],
+        "sample": [str(folder), "text", "--max-tokens=1", "--device=cpu"],
+        "config check": [
+            "--model.name=hf",
+            f"--model.hf_config={folder}",
+            "--training.seq_len=64",
+        ],
+    }
+    for command, words in calls.items():
         code, said = poisoned.call(command, words)
         assert code == 0, said
         assert not poisoned.evil.ran
