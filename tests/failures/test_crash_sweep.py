@@ -13,29 +13,25 @@ import pytest
 
 from tests.support.faults import PUBLISHED, Fault
 from tests.support.processes import python
-from tests.support.train_runs import INTERVAL, STEPS, batches, flags, rows, train, unequal
+from tests.support.train_runs import (
+    INTERVAL,
+    STEPS,
+    batches,
+    finish,
+    flags,
+    rows,
+    train,
+    unequal,
+)
 from titanlite import exit_codes
 from titanlite.runs.attempts import read_entries
 
 STRUCK = 4
-KEEP = "--checkpoint.keep_latest_k=1"
 
 
 def saved_steps(run: Path) -> list[int]:
     """Return the steps of the checkpoints of a run that are published."""
     return [int(path.parent.name[5:]) for path in run.glob("checkpoint/step-?/manifest.json")]
-
-
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Runs without a fault, by the number of their ranks."""
-    found = {}
-    for ranks in (1, 2):
-        folder = found[ranks] = tmp_path_factory.mktemp(f"straight-{ranks}")
-        codes, text = train(flags(folder, KEEP), ranks, folder / "console")
-        assert codes == [exit_codes.DONE] * ranks, text
-        assert [row[0] for row in rows(folder)] == list(range(1, STEPS + 1))
-    return found
 
 
 CASES = [
@@ -53,7 +49,7 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "mode", "event", "rank"), CASES)
 def test_killed_in_a_save(tmp_path, straight, ranks, mode, event, rank):
-    arguments = flags(tmp_path, KEEP, f"--checkpoint.async_mode={mode}")
+    arguments = flags(tmp_path, "--checkpoint.keep_latest_k=1", f"--checkpoint.async_mode={mode}")
     codes, text = train(arguments, ranks, tmp_path / "killed", Fault("kill", event, STRUCK, rank))
     assert codes[rank] == -signal.SIGKILL, text
     assert all(code in (-signal.SIGKILL, exit_codes.LOST_PEER) for code in codes), text
@@ -65,17 +61,13 @@ def test_killed_in_a_save(tmp_path, straight, ranks, mode, event, rank):
     else:
         assert newest == (STRUCK if event in PUBLISHED else STRUCK - INTERVAL)
 
-    codes, text = train(arguments, ranks, tmp_path / "resumed")
-    assert codes == [exit_codes.DONE] * ranks, text
+    text = finish(arguments, ranks, tmp_path / "resumed")
     assert re.findall(r"resumed from step (\d+)", text) == [str(newest)]
     assert "passed over" not in text, "a save that was not finished is no checkpoint"
-    assert rows(tmp_path) == rows(straight[ranks]), (
-        "each step once, with the numbers of the run without a fault"
-    )
-    assert batches(tmp_path, ranks) == batches(straight[ranks], ranks), (
-        "no sequence left out, none twice"
-    )
-    assert unequal(tmp_path, straight[ranks]) == []
+    other = straight(ranks)
+    assert rows(tmp_path) == rows(other), "each step once, with the numbers of the undisturbed run"
+    assert batches(tmp_path, ranks) == batches(other, ranks), "no sequence left out, none twice"
+    assert unequal(tmp_path, other) == []
     *_, before, start, end = read_entries(tmp_path)
     assert (start["event"], start["step"], end["state"]) == ("start", newest, "done")
     # Rank 0 wrote an end, when it was another one that was killed.

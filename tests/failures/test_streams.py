@@ -12,9 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.faults import Fault
+from tests.support.faults import NO_FAULT, Fault
 from tests.support.hub_server import HubServer
-from tests.support.train_runs import STEPS, flags, global_batches, rows, saved, train, unequal
+from tests.support.train_runs import (
+    STEPS,
+    finish,
+    flags,
+    global_batches,
+    rows,
+    saved,
+    train,
+    unequal,
+)
 from titanlite import exit_codes
 from titanlite.data.text_files import BUNDLED
 
@@ -50,16 +59,13 @@ def test_a_hub_with_faults_gives_the_run_that_local_files_give(
     local = tmp_path / "local"
     remote = tmp_path / "remote"
     text = f"--training.dataset_path={repository / 'datasets/me/small'}"
-    codes, console = train(flags(local, *STREAM, text), 2, tmp_path / "console")
-    assert codes == [0, 0], console
+    finish(flags(local, *STREAM, text), 2, tmp_path / "console")
     monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "1")
     hub.fail("*-0[0-9].jsonl.gz", status=429, retry_after=1, times=2)
     hub.fail("*-1[0-9].jsonl.gz", cut=40, times=2)
     hub.fail("*-2[0-9].jsonl.gz", stall=60, times=2)
-    codes, console = train(
-        flags(remote, *STREAM, "--training.dataset=me/small"), 2, tmp_path / "console"
-    )
-    assert codes == [0, 0] and "40 files at revision" in console, console
+    arguments = flags(remote, *STREAM, "--training.dataset=me/small")
+    assert "40 files at revision" in finish(arguments, 2, tmp_path / "console")
     assert [fault.times for fault in hub.faults] == [0, 0, 0]
     assert rows(remote) == rows(local)
     assert global_batches(remote, 2) == global_batches(local, 2)
@@ -73,21 +79,17 @@ def test_a_killed_stream_resumes_exactly_and_on_other_ranks(repository, tmp_path
     straight = tmp_path / "straight"
     killed = tmp_path / "killed"
     text = f"--training.dataset_path={repository / 'datasets/me/small'}"
-    for folder, fault in ((straight, None), (killed, Fault("kill", "step", 6, 1))):
-        codes, console = train(
-            flags(folder, *STREAM, text), 2, tmp_path / "console", *([fault] if fault else [])
-        )
-        assert (codes == [0, 0]) == (fault is None), console
+    for folder, fault in ((straight, NO_FAULT), (killed, Fault("kill", "step", 6, 1))):
+        codes, console = train(flags(folder, *STREAM, text), 2, tmp_path / "console", fault)
+        assert (codes == [0, 0]) == (fault is NO_FAULT), console
     assert saved(killed)[-1] == "step-4"
     wanted = global_batches(straight, 2)
     for ranks in (1, 4):
         other = tmp_path / str(ranks)
         shutil.copytree(killed / "checkpoint", other / "checkpoint")
-        codes, console = train(flags(other, *STREAM, text), ranks, tmp_path / "console")
-        assert codes == [0] * ranks, console
+        finish(flags(other, *STREAM, text), ranks, tmp_path / "console")
         assert global_batches(other, ranks) == {step: wanted[step] for step in range(5, STEPS + 1)}
-    codes, console = train(flags(killed, *STREAM, text), 2, tmp_path / "console")
-    assert codes == [0, 0] and "resume verified" in console, console
+    assert "resume verified" in finish(flags(killed, *STREAM, text), 2, tmp_path / "console")
     assert rows(killed)[-4:] == rows(straight)[-4:]
     assert unequal(straight, killed) == []
 

@@ -9,6 +9,7 @@ from typing import Any
 from tests.support import ranks as local_ranks
 from tests.support.faults import NO_FAULT, Fault
 from tests.support.tiny import EIGHT_STEPS
+from titanlite import exit_codes
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.data.batch_hash import add_hashes
 from titanlite.runs.read_jsonl import read_lines, read_metrics
@@ -46,6 +47,13 @@ def train(
     Exit codes by rank, and the output.
     """
     return local_ranks.train(arguments, ranks, console, fault, main="tests.support.logged")
+
+
+def finish(arguments: Sequence[str], ranks: int, console: Path, fault: Fault = NO_FAULT) -> str:
+    """Train to the end, where every rank must succeed; return the output."""
+    codes, text = train(arguments, ranks, console, fault)
+    assert codes == [exit_codes.DONE] * ranks, text
+    return text
 
 
 def rows(folder: Path) -> list[tuple[Any, ...]]:
