@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.golden import PRINTS, make
+from tests.support.checkpoints import names, options
 from tests.support.locks import compete
 from tests.support.processes import environment, until
 from tests.support.words import listening
@@ -24,10 +25,8 @@ from titanlite.assembly.folders import lock_folders
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.store_paths import AnyPath, StorePath
-from titanlite.config.sections import Checkpoint
 from titanlite.dist.dist_env import DistEnv
 from titanlite.resolve.load import check_config
-from titanlite.run.config import RunConfig
 from titanlite.runs import lock as lock_module
 from titanlite.runs.lock import (
     FILE,
@@ -76,30 +75,21 @@ def _held(place: AnyPath) -> dict[str, Any]:
     return found
 
 
-def _names(place: AnyPath) -> list[str]:
-    return list(
-        place.listing()
-        if isinstance(place, StorePath)
-        else os.listdir(place)
-        if place.exists()
-        else []
-    )
-
-
-def _abandon(
-    place: AnyPath, token: str = "dead", host: str = "node7", **process: Any
-) -> dict[str, Any]:
+def _abandon(place: AnyPath, host: str = "node7", **process: Any) -> None:
     """Leave a lock as a process of another machine or boot does, or one of this with another start
     time.
     """
     with RunLock(place):
         holder = _held(place)
-    holder.update(token=token, host=host)
+    holder.update(token="dead", host=host)
     holder["process"].update(process or {"id": 4711, "space": "another boot"})
+    _write(place, holder)
+
+
+def _write(place: AnyPath, holder: dict[str, Any]) -> None:
     if isinstance(place, Path):
         place.mkdir(exist_ok=True)
     (place / FILE).write_bytes(json.dumps(holder).encode())
-    return holder
 
 
 @contextmanager
@@ -129,10 +119,9 @@ def test_a_second_run_is_refused_by_name_and_the_lock_of_a_killed_one_is_taken_o
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
-        with pytest.raises(LockedError) as refused, RunLock(tmp_path):
-            pytest.fail("two hold it")
+        with pytest.raises(LockedError) as refused:
+            RunLock(tmp_path).__enter__()
         since = _held(tmp_path)["since"]
         holder = f"process {process.pid} on {os.uname().nodename}, since {since}"
         for word in (str(tmp_path / FILE), holder, "--job.dump_folder"):
@@ -145,25 +134,21 @@ def test_a_second_run_is_refused_by_name_and_the_lock_of_a_killed_one_is_taken_o
     assert last_sign_of_life(tmp_path) is None, "and the process shows at once that it is dead"
     with RunLock(tmp_path):
         assert _held(tmp_path)["process"]["id"] == os.getpid()
-        assert len(said) == 1
-        assert said[0].endswith(holder)
-    assert _names(tmp_path) == []
+        (told,) = said
+        assert told.endswith(holder)
+    assert names(tmp_path) == []
 
 
 def test_a_live_process_of_this_machine_is_refused_at_once_and_one_that_reused_its_id_is_not(
     place, said
 ):
-    with (
-        RunLock(place),
-        pytest.raises(LockedError, match=f"process {os.getpid()} on"),
-        RunLock(place),
-    ):
-        pytest.fail("two hold it")
+    with RunLock(place), pytest.raises(LockedError, match=f"process {os.getpid()} on"):
+        RunLock(place).__enter__()
     _abandon(place, id=os.getpid(), started=1)
     with RunLock(place):
-        assert len(said) == 1
-        assert "taken over" in said[0]
-    assert _names(place) == []
+        (told,) = said
+        assert "taken over" in told
+    assert names(place) == []
 
 
 def test_a_lock_of_another_machine_is_alive_as_long_as_it_is_renewed(place, said, monkeypatch):
@@ -172,8 +157,8 @@ def test_a_lock_of_another_machine_is_alive_as_long_as_it_is_renewed(place, said
     space = lock_module.process_of(os.getpid())["space"].replace("pid:[", "pid:[9")
     _abandon(place, id=4711, space=space, host=os.uname().nodename)
     began = time.monotonic()
-    with _renewed(place), pytest.raises(LockedError, match="process 4711 on"), RunLock(place):
-        pytest.fail("two hold it")
+    with _renewed(place), pytest.raises(LockedError, match="process 4711 on"):
+        RunLock(place).__enter__()
     assert time.monotonic() - began < 120, "a sign of life is enough"
     assert "Watching for up to" in said[0]
     time.sleep(0.2)
@@ -181,21 +166,21 @@ def test_a_lock_of_another_machine_is_alive_as_long_as_it_is_renewed(place, said
     with RunLock(place):
         assert "taken over: process 4711 on" in said[-1]
         assert time.monotonic() - began > 0.7
-    assert _names(place) == []
+    assert names(place) == []
 
 
 def test_a_lock_of_a_host_that_the_job_has_lost_is_taken_over_at_once(place, said, monkeypatch):
     monkeypatch.setenv(LOST_HOSTS, "node6,node7")
     for host in ("node", ""):
         _abandon(place, id=4711, space="elsewhere", host=host)
-        with _renewed(place), pytest.raises(LockedError), RunLock(place):
-            pytest.fail("it is another host's")
+        with _renewed(place), pytest.raises(LockedError):
+            RunLock(place).__enter__()
         (place / FILE).unlink()
     _abandon(place, id=4711, space="elsewhere", host="node7.lab")
     said.clear()
     with RunLock(place):
         assert "taken over: process 4711 on node7.lab" in said[0]
-    assert _names(place) == []
+    assert names(place) == []
 
 
 @pytest.mark.parametrize("content", [b"", b"{", None])
@@ -221,14 +206,12 @@ def test_the_holder_renews_it_and_tells_when_it_is_lost(place, said, monkeypatch
         check.look()
         until(lambda: (place / FILE).stat().st_mtime > first)
         check.look()
-        other = {**_held(place), "token": "other", "host": "node7"}
-        (place / FILE).write_bytes(json.dumps(other).encode())
+        _write(place, {**_held(place), "token": "other", "host": "node7"})
         until(lambda: said)
         assert f"{place / FILE} was taken over" in said[0]
         assert "on node7" in said[0]
-        with pytest.raises(
-            LockLostError, match=f"{place / FILE} was taken over by another run: .* on node7"
-        ):
+        told = f"{place / FILE} was taken over by another run: .* on node7"
+        with pytest.raises(LockLostError, match=told):
             check.look()
     assert _held(place)["token"] == "other", "another's lock is not deleted"
 
@@ -236,16 +219,14 @@ def test_the_holder_renews_it_and_tells_when_it_is_lost(place, said, monkeypatch
 def test_of_many_that_find_it_dead_one_takes_it(place):
     _abandon(place, id=os.getpid(), started=1)
     assert compete(place, 8) == (1, 7)
-    assert _names(place) == []
+    assert names(place) == []
 
 
-def _save(world: DistEnv, folder: str) -> str:
+def _save(world: DistEnv, folder: Path) -> str:
     model, optimizer = make()
-    saver = Checkpointer(Checkpoint(enable_checkpoint=True, folder=folder), world, PRINTS)
+    saver = Checkpointer(options(folder), world, PRINTS)
     saver.save(1, model, optimizer, {})
-    (Path(folder) / FILE).write_text(
-        json.dumps({"token": "other", "process": {"id": 1}, "host": "node7"})
-    )
+    _write(folder, {"token": "other", "process": {"id": 1}, "host": "node7"})
     with pytest.raises(CheckpointError) as lost:
         saver.save(2, model, optimizer, {})
     saver.close()
@@ -254,7 +235,7 @@ def _save(world: DistEnv, folder: str) -> str:
 
 def test_a_run_that_lost_its_lock_publishes_no_checkpoint(pool, tmp_path):
     with RunLock(tmp_path):
-        (said,) = pool(1).run(_save, str(tmp_path))
+        (said,) = pool(1).run(_save, tmp_path)
     assert "process 1 on node7" in said
     assert not (tmp_path / "step-2").exists()
     assert (tmp_path / "step-1").exists()
@@ -263,13 +244,10 @@ def test_a_run_that_lost_its_lock_publishes_no_checkpoint(pool, tmp_path):
 # What a run locks
 
 
-def _lock_of_run(run: RunConfig) -> AbstractContextManager[None]:
-    return lock_folders(Path(run.job.dump_folder), run.checkpoint)
-
-
-def _config(root: Path, run: str, *flags: str) -> RunConfig:
-    argv = [f"--job.dump_folder={root / run}", "--checkpoint.enable_checkpoint", *flags]
-    return check_config(argv, 1, training=False)[1]
+def _locked(folder: Path, *flags: str) -> AbstractContextManager[None]:
+    """What a run locks in this folder."""
+    argv = [f"--job.dump_folder={folder}", "--checkpoint.enable_checkpoint", *flags]
+    return lock_folders(folder, check_config(argv, 1, training=False)[1].checkpoint)
 
 
 def test_checkpoints_are_locked_wherever_they_lie(tmp_path):
@@ -280,23 +258,21 @@ def test_checkpoints_are_locked_wherever_they_lie(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "a" / "checkpoint")
     (tmp_path / "real").mkdir()
     (tmp_path / "other").symlink_to(tmp_path / "real")
-    off = _config(tmp_path, "e", shared, "--no-checkpoint.enable_checkpoint")
     with (
-        _lock_of_run(_config(tmp_path, "a")),
-        _lock_of_run(_config(tmp_path, "c", f"--checkpoint.folder={tmp_path / 'other'}")),
-        _lock_of_run(_config(tmp_path, "d", shared)),
-        _lock_of_run(off),
+        _locked(tmp_path / "a"),
+        _locked(tmp_path / "c", f"--checkpoint.folder={tmp_path / 'other'}"),
+        _locked(tmp_path / "d", shared),
+        _locked(tmp_path / "e", shared, "--no-checkpoint.enable_checkpoint"),
     ):
         for folder in ("a/checkpoint", "link", "a", "real", "shared"):
-            other = _config(tmp_path, "b", f"--checkpoint.folder={tmp_path / folder}")
             with (
                 pytest.raises(LockedError, match=r"another --checkpoint\.folder"),
-                _lock_of_run(other),
+                _locked(tmp_path / "b", f"--checkpoint.folder={tmp_path / folder}"),
             ):
                 pytest.fail(f"two runs hold {folder}")
-        assert _names(tmp_path / "b") == [], "the lock of its own folder is released"
+        assert names(tmp_path / "b") == [], "the lock of its own folder is released"
     assert not list(tmp_path.rglob(FILE))
-    with _lock_of_run(_config(tmp_path, "a", "--checkpoint.folder=.")):
+    with _locked(tmp_path / "a", "--checkpoint.folder=."):
         assert (tmp_path / "a" / FILE).exists(), "its own lock is not in its way"
 
 
@@ -308,13 +284,12 @@ def test_a_folder_of_checkpoints_that_cannot_be_is_found_at_the_start(tmp_path):
         (run / "checkpoint", "it is a file"),
         (run / "checkpoint" / "x", "Not a directory"),
     ):
-        config = _config(tmp_path, "a", f"--checkpoint.folder={folder}")
         with (
             pytest.raises(CheckpointError, match=rf"checkpoint\.folder: .*{folder}.*{why}"),
-            _lock_of_run(config),
+            _locked(run, f"--checkpoint.folder={folder}"),
         ):
             pytest.fail("it was not looked at")
-    assert _names(run) == ["checkpoint"]
+    assert names(run) == ["checkpoint"]
 
 
 def test_the_next_start_waits_for_a_run_that_is_ending(place, monkeypatch, caplog):
@@ -327,7 +302,7 @@ def test_the_next_start_waits_for_a_run_that_is_ending(place, monkeypatch, caplo
         RunLock(place).__enter__()
     asked.set()
     until(lambda: (lock_module.read_lock(place / FILE) or {}).get("ending"))
-    lock_module.OwnershipCheck(place, first._token).look()  # it still owns the folder
+    OwnershipCheck(place, first._token).look()  # it still owns the folder
     began = time.monotonic()
     threading.Timer(1.0, first.__exit__).start()
     with RunLock(place):

@@ -9,7 +9,7 @@ import os
 import tarfile
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -22,7 +22,6 @@ ARCHIVE = Path(__file__).parent / "fixtures" / "runs.tar.xz"
 #: How the runs were started.
 STEPS = 8
 TEXT = "text.jsonl"
-UNDISTURBED = "undisturbed.jsonl"
 FLAGS = f"""
 --model.name=llama3 --model.flavor=debugmodel --model.overrides.dim=8 --model.overrides.n_layers=1
 --model.overrides.n_heads=2 --model.overrides.multiple_of=8 --model.tokenizer_path=tokenizer.json
@@ -38,21 +37,13 @@ VALIDATION = f"""
 """.split()
 
 
-class OldRun(NamedTuple):
-    ranks: int
-    flags: list[str]
-    attempts: int
-
-    def command(self, name: str) -> list[str]:
-        """The flags of `train.py`, relative to the folder that holds the run's."""
-        return [*FLAGS, *self.flags, f"--job.dump_folder={name}"]
-
-
+#: The ranks of each run, and its own flags.
 RUNS = {
-    "finished": OldRun(1, VALIDATION, 1),
-    "killed": OldRun(2, ["--training.data_parallel_shard_degree=2"], 2),
-    "stopped": OldRun(
-        2, ["--training.tensor_parallel_degree=2", "--checkpoint.async_mode=async", *VALIDATION], 1
+    "finished": (1, VALIDATION),
+    "killed": (2, ["--training.data_parallel_shard_degree=2"]),
+    "stopped": (
+        2,
+        ["--training.tensor_parallel_degree=2", "--checkpoint.async_mode=async", *VALIDATION],
     ),
 }
 #: Figures of a row that must not depend on the stop.
@@ -75,20 +66,21 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    assert main([*words, "--json"]) == 0
+def _listed(capsys: pytest.CaptureFixture[str], folder: Path) -> Any:
+    assert main(["runs", str(folder), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def _train(runs: Path, name: str, *more: str) -> str:
     """Run the command of that run again, from the same folder; its output."""
-    run = RUNS[name]
-    codes, said = train([*run.command(name), *more], run.ranks, runs / "console")
-    assert codes == [0] * run.ranks, said
+    ranks, own = RUNS[name]
+    command = [*FLAGS, *own, f"--job.dump_folder={name}", *more]
+    codes, said = train(command, ranks, runs / "console")
+    assert codes == [0] * ranks, said
     return said
 
 
-def _rows(path: Path, steps: int = STEPS) -> list[dict[str, float]]:
+def _rows(path: Path, steps: int) -> list[dict[str, float]]:
     """Rows up to a step, with the figures that must not depend on the stop."""
     return [
         {name: row[name] for name in ("step", *NUMBERS) if name in row}
@@ -100,12 +92,12 @@ def _rows(path: Path, steps: int = STEPS) -> list[dict[str, float]]:
 def _check_numbers(run: Path, steps: int) -> None:
     found = _rows(run / "metrics.jsonl", steps)
     assert [row["step"] for row in found if "loss" in row] == list(range(1, steps + 1))
-    for row, other in zip(found, _rows(run / UNDISTURBED, steps), strict=True):
+    for row, other in zip(found, _rows(run / "undisturbed.jsonl", steps), strict=True):
         assert row == pytest.approx(other, rel=1e-5)
 
 
 def test_they_are_listed_with_their_states(runs, capsys):
-    found = {Path(run["run"]).name: run for run in _json(capsys, "runs", str(runs))}
+    found = {Path(run["run"]).name: run for run in _listed(capsys, runs)}
     shown = {
         name: [run[key] for key in ("state", "step", "steps", "attempts", "problems")]
         for name, run in found.items()
@@ -129,15 +121,17 @@ def test_a_finished_run_trains_on_when_it_gets_more_steps(runs):
 
 
 @pytest.mark.parametrize(
-    ("name", "step", "after"),
-    [("killed", 6, "killed"), pytest.param("stopped", 5, "preempted", marks=pytest.mark.slow)],
+    ("name", "step", "after", "attempt", "lost"),
+    [
+        ("killed", 6, "killed", 3, {"attempt": 2, "steps": 1, "tokens": 64}),
+        pytest.param("stopped", 5, "preempted", 2, {}, marks=pytest.mark.slow),
+    ],
 )
 def test_the_same_command_goes_on_to_the_losses_of_an_undisturbed_run(
-    runs, name, step, after, capsys
+    runs, name, step, after, attempt, lost, capsys
 ):
-    for lock in runs.rglob(
-        "run.lock"
-    ):  # of another machine or boot: only its age tells that nobody renews it
+    # Of another machine or boot: only its age tells that nobody renews it.
+    for lock in runs.rglob("run.lock"):
         os.utime(lock, (0, time.time() - 200))
     said = _train(runs, name)
     assert f"resumed from step {step}" in said
@@ -145,13 +139,8 @@ def test_the_same_command_goes_on_to_the_losses_of_an_undisturbed_run(
     _check_numbers(runs / name, 8)
     assert not list((runs / name).rglob("run.lock"))
     start, end = read_entries(runs / name)[-2:]
-    assert (start["attempt"], start["after"], start["step"]) == (
-        RUNS[name].attempts + 1,
-        after,
-        step,
-    )
-    lost = {key: n for key, n in start.get("lost", {}).items() if key != "seen"}
-    assert lost == ({"attempt": 2, "steps": 1, "tokens": 64} if name == "killed" else {})
+    assert (start["attempt"], start["after"], start["step"]) == (attempt, after, step)
+    assert {key: n for key, n in start.get("lost", {}).items() if key != "seen"} == lost
     assert (end["state"], end["exit_code"], end["saved_step"]) == ("done", 0, 8)
-    (run,) = _json(capsys, "runs", str(runs / name))
-    assert (run["state"], run["step"], run["attempts"]) == ("done", 8, RUNS[name].attempts + 1)
+    (run,) = _listed(capsys, runs / name)
+    assert (run["state"], run["step"], run["attempts"]) == ("done", 8, attempt)

@@ -25,10 +25,12 @@ from titanlite.runs.metrics_jsonl import MetricsLog
 from titanlite.runs.read import find_runs, read_run
 
 
-def listed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    status = main(["runs", *words])
+def listed(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """What the command prints of runs that it lists without an error."""
+    assert main(["runs", *map(str, words)]) == 0
     out, err = capsys.readouterr()
-    return status, out, err
+    assert err == ""
+    return out
 
 
 def test_the_table_has_every_run_with_its_state_and_figures(tmp_path, start, capsys):
@@ -43,23 +45,21 @@ def test_the_table_has_every_run_with_its_state_and_figures(tmp_path, start, cap
     with RunLock(tmp_path / "three"):
         record = start(tmp_path / "three")
         change_start(tmp_path / "three", 1, pid=2**22 + 1)
-        status, out, err = listed(capsys, str(tmp_path))
-    assert (status, err) == (0, "")
+        out = listed(capsys, tmp_path)
     lines = {line.split()[0].rpartition("/")[2]: line.split()[1:] for line in out.splitlines()}
     assert lines["one"][:7] == ["done", "40", "of", "40", "5.2500", "5.5000", "220"]
     assert lines["two"][:5] == ["unknown", "20", "5.2500", "5.5000", "220"]
     assert lines["three"][:7] == ["running", "0", "of", "40", "–", "–", "–"]
-    assert "died" in listed(capsys, str(tmp_path / "three"))[1], (
-        "its lock is gone, and it has no end"
-    )
+    assert "died" in listed(capsys, tmp_path / "three"), "its lock is gone, and it has no end"
     write_metrics(tmp_path / "three", [training_row(7, 8.0, 50)])
-    attempts = [str(tmp_path / "three"), "--attempts"]
-    assert listed(capsys, *attempts)[1].split()[-5:] == ["died", "–", "7", "–", "–"]
+    attempts = [tmp_path / "three", "--attempts"]
+    assert listed(capsys, *attempts).split()[-5:] == ["died", "–", "7", "–", "–"]
     with RunLock(tmp_path / "three"):
-        assert listed(capsys, *attempts)[1].split()[-5:] == ["running", "–", "7", "–", "–"]
+        assert listed(capsys, *attempts).split()[-5:] == ["running", "–", "7", "–", "–"]
     record.end("stopped", 7, reason="step 8: loss nan")
-    out = listed(capsys, str(tmp_path))[1]
-    assert out.endswith(f"note: {tmp_path}/three: stopped by guard: step 8: loss nan\n")
+    assert listed(capsys, tmp_path).endswith(
+        f"note: {tmp_path}/three: stopped by guard: step 8: loss nan\n"
+    )
 
 
 def test_json_has_null_for_what_is_not_known_and_stays_json(tmp_path, start, capsys):
@@ -69,7 +69,7 @@ def test_json_has_null_for_what_is_not_known_and_stays_json(tmp_path, start, cap
         tmp_path / "two",
         [training_row(1, 8.0, 50, time=100.0), training_row(2, 7.0, 50, time=103.5)],
     )
-    found = json.loads(listed(capsys, str(tmp_path), "--json")[1])
+    found = json.loads(listed(capsys, tmp_path, "--json"))
     one, two = sorted(found, key=lambda run: run["run"])
     assert one["loss"] == "nan"
     assert (one["state"], one["step"], one["steps"]) == ("failed", 21, 40)
@@ -87,13 +87,10 @@ def test_time_between_attempts_does_not_count(tmp_path, start):
     change_start(tmp_path, 1, time=at(0), ended=at(30))
     change_start(tmp_path, 2, time=at(40))
     change_start(tmp_path, 3, time=at(50), ended=at(59))
-    began = read_run(tmp_path).started
-    assert began is not None and read_run(tmp_path).duration == 39, (
-        "nothing is known of the killed attempt"
-    )
-    write_metrics(
-        tmp_path, [training_row(11, 5.0, time=began + 44), training_row(12, 5.0, time=began + 55)]
-    )
+    run = read_run(tmp_path)
+    assert run.duration == 39, "nothing is known of the killed attempt"
+    times = {11: run.started + 44, 12: run.started + 55}
+    write_metrics(tmp_path, [training_row(step, 5.0, time=time) for step, time in times.items()])
     assert read_run(tmp_path).duration == 43, "it lasted at least until its last row"
 
 
@@ -116,8 +113,8 @@ def test_names_with_control_characters_make_no_line_and_turn_no_text(tmp_path, s
     for name in names:
         write_metrics(tmp_path / name, [training_row(1, 8.0)])
     start(tmp_path / names[0]).end("failed", 2, reason="disk\nnote: all is well\u2066")
-    out = listed(capsys, str(tmp_path))[1] + listed(capsys, str(tmp_path), "--attempts")[1]
-    assert not [character for character in out if character != "\n" and not character.isprintable()]
+    out = listed(capsys, tmp_path) + listed(capsys, tmp_path, "--attempts")
+    assert out.replace("\n", "").isprintable()
     assert not [line for line in out.splitlines() if line.startswith(("fake", "note: all", "y"))]
     for shown in (
         "a\\x0afake",
@@ -140,14 +137,11 @@ def test_the_share_counts_kept_steps_alone(tmp_path):
         begin(2, 90, 100, step=5),
         end(2, 210, 15),
     )
-    rows = [(5, 40, 2.0), (10, 60, 2.0), (10, 130, 3.5), (15, 180, 3.0)]
-    write_metrics(
-        tmp_path,
-        [
-            training_row(step, 4.0, time=EPOCH + at, seconds_per_step=seconds, data_seconds=0.5)
-            for step, at, seconds in rows
-        ],
-    )
+    rows = [
+        training_row(step, 4.0, time=EPOCH + at, seconds_per_step=seconds, data_seconds=0.5)
+        for step, at, seconds in ((5, 40, 2.0), (10, 60, 2.0), (10, 130, 3.5), (15, 180, 3.0))
+    ]
+    write_metrics(tmp_path, rows)
     assert goodput_of(read_run(tmp_path)) == pytest.approx(5 * (1.5 + 3 + 2.5) / 200)
 
 
@@ -179,12 +173,12 @@ def test_a_damaged_line_is_named_and_the_rest_is_read(tmp_path, start, capsys, n
         write_metrics(tmp_path / run, [training_row(1, 8.0), training_row(2, 6.0)])
         start(tmp_path / run).end("done", 2)
     _insert(tmp_path / "bad" / name, 2, DAMAGES[damage])
-    out = listed(capsys, str(tmp_path))[1]
+    out = listed(capsys, tmp_path)
     lines = {Path(line.split()[0]).name: line.split()[1:] for line in out.splitlines()[1:3]}
     assert lines["bad"][:5] == lines["good"][:5] == ["done", "2", "of", "40", "6.0000"]
     assert out.count("note: ") == 1
     assert f"note: {tmp_path}/bad/{name}:2: no JSON" in out
-    found = json.loads(listed(capsys, str(tmp_path), "--json")[1])
+    found = json.loads(listed(capsys, tmp_path, "--json"))
     assert {Path(run["run"]).name: len(run["problems"]) for run in found} == {"bad": 1, "good": 0}
 
 
@@ -194,15 +188,14 @@ def test_a_run_with_a_damaged_line_resumes(tmp_path, start, caplog, damage):
     start(tmp_path)
     _insert(tmp_path / ATTEMPTS, 1, DAMAGES[damage])
     _insert(tmp_path / "metrics.jsonl", 2, DAMAGES[damage])
-    assert start(tmp_path, step=1, tokens=1000).lines == [  # type: ignore[attr-defined]
-        (
-            "attempt 1 was killed and lost at least 1 step (1,000 tokens), by the last row of its "
-            "metrics"
-        )
+    assert start(tmp_path, step=1, tokens=1000).lines == [
+        "attempt 1 was killed and lost at least 1 step (1,000 tokens), by the last row of its "
+        "metrics"
     ]
-    MetricsLog(tmp_path / "metrics.jsonl").truncate_after(1)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()]
-    assert [row["step"] for row in rows] == [1]
+    metrics = tmp_path / "metrics.jsonl"
+    MetricsLog(metrics).truncate_after(1)
+    (row,) = metrics.read_bytes().splitlines()
+    assert json.loads(row)["step"] == 1
     assert f"{tmp_path}/{ATTEMPTS}:1: no JSON" in caplog.text
     assert "metrics.jsonl:2: no JSON" in caplog.text
     assert [one["attempt"] for one in read_attempts(tmp_path)] == [1, 2]
