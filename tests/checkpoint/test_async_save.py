@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.tensor._dispatch import OpDispatcher
 
 from tests.support.checkpoints import PRINTS, RUN, names, options
@@ -26,7 +27,6 @@ from titanlite.cli.hub.compare_checkpoints import Contents
 from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics.timeouts import set_timeouts
 
-PINNED = "async_with_pinned_mem"
 REAL_SAVE = manager.dcp.save
 
 
@@ -65,7 +65,6 @@ def _copy_beside_the_next_step(world: DistEnv, folder: Path) -> dict[str, Any]:
         _saver(world, folder, "async", model, optimizer) as (saver, *_),
         patch.object(OpDispatcher, real.__name__, propagate),
     ):
-        assert saver._async is not None
         stager = saver._async._stager
         stage = stager.stage
         stager.stage = lambda tensors: (held.wait(300), stage(tensors))[1]  # type: ignore[method-assign]
@@ -98,8 +97,8 @@ def test_the_copy_is_made_beside_forward_and_backward_and_awaited_before_the_upd
 
 def _failing(world: DistEnv, folder: Path, part: str, bad_rank: int) -> dict[str, Any]:
     """A save that fails in one part, and one that works."""
-    with _saver(world, folder, PINNED if part == "copy" else "async") as (saver, model, optimizer):
-        assert saver._async is not None
+    mode = "async_with_pinned_mem" if part == "copy" else "async"
+    with _saver(world, folder, mode) as (saver, model, optimizer):
         places = {
             "check": (torch, "stack"),
             "copy": (saver._async._stager, "stage"),
@@ -133,28 +132,24 @@ def _failing(world: DistEnv, folder: Path, part: str, bad_rank: int) -> dict[str
     ("part", "rank"), [("write", 1), ("publish", 0), ("check", 1), ("copy", 1)]
 )
 def test_a_failure_reaches_all_ranks_and_the_next_save_works(pool, tmp_path, part, rank):
-    results = pool(2).run(_failing, tmp_path, part, rank)
-    assert len({result["error"] for result in results}) == 1, "every rank must learn of it"
-    assert "No space left on device" in results[0]["error"]
-    assert part != "write" or f"rank {rank}" in results[0]["error"]
-    failed, none, last = results[0]["outcomes"]
+    here, there = pool(2).run(_failing, tmp_path, part, rank)
+    assert here["error"] == there["error"], "every rank must learn of it"
+    assert "No space left on device" in here["error"]
+    assert part != "write" or f"rank {rank}" in here["error"]
+    failed, none, last = here["outcomes"]
     assert "No space left" in failed.problem
     assert none is None
     assert (last.step, last.problem) == (2, "")
-    assert [result["outcomes"] for result in results[1:]] == [[None] * 3] * (len(results) - 1), (
-        "told on rank 0"
-    )
+    assert there["outcomes"] == [None] * 3, "told on rank 0"
     assert names(tmp_path) == ["step-2"], "nothing half-written is left or published"
 
 
-def _saves_in_a_row(world: DistEnv, folder: Path, mode: str) -> tuple[int, list[float]]:
+def _saves_in_a_row(world: DistEnv, folder: Path) -> tuple[int, list[float]]:
     """Three slow saves at once, after the first step has lowered timeouts.
 
     Returns how many were being written together at most, and the timeouts of the default group and
     of a save's.
     """
-    from torch.distributed.distributed_c10d import _get_default_group
-
     running: list[int] = []
     most = 0
     used = [_get_default_group()]
@@ -169,7 +164,7 @@ def _saves_in_a_row(world: DistEnv, folder: Path, mode: str) -> tuple[int, list[
         running.pop()
 
     with (
-        _saver(world, folder, mode) as (saver, model, optimizer),
+        _saver(world, folder) as (saver, model, optimizer),
         patch.object(manager.dcp, "save", slow),
     ):
         set_timeouts(77)
@@ -185,5 +180,5 @@ def _saves_in_a_row(world: DistEnv, folder: Path, mode: str) -> tuple[int, list[
 
 @pytest.mark.slow
 def test_never_two_in_flight_and_a_slow_disk_is_not_taken_for_a_stuck_rank(pool, tmp_path):
-    assert pool(2).run(_saves_in_a_row, tmp_path, "async") == [(1, [77.0, 7200.0])] * 2
+    assert pool(2).run(_saves_in_a_row, tmp_path) == [(1, [77.0, 7200.0])] * 2
     assert steps_in(tmp_path) == [1, 2, 3]

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support.checkpoints import RUN, SHARD, flip, names, train
+from tests.checkpoint.golden import HERE
+from tests.support.checkpoints import RUN, SHARD, flip, train
 from tests.support.pool import Pools
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import REASON
@@ -31,9 +32,8 @@ def written(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     run = tmp_path_factory.mktemp("written")
     pool(2).run(train, RUN, run / "checkpoint", 1, 4, every=2)
-    pool(1).run(
-        train, replace(RUN, args=replace(RUN.args, n_layers=3, ffn_dim=96)), run / "other", 1, 1
-    )
+    other = replace(RUN, args=replace(RUN.args, n_layers=3, ffn_dim=96))
+    pool(1).run(train, other, run / "other", 1, 1)
     return run
 
 
@@ -53,23 +53,18 @@ def _lines(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) ->
     return (printed.out or printed.err).splitlines()
 
 
-def _size(folder: Path) -> int:
-    return sum(len((folder / name).read_bytes()) for name in names(folder))
-
-
 def test_ls_shows_every_state(run, written, capsys):
     root = run / "checkpoint"
-    (root / "step-2" / "KEEP").write_bytes(b"")
+    (root / "step-2" / "KEEP").touch()
     newest = written / "checkpoint" / "step-4"
     shutil.copytree(newest, root / "step-6")  # renamed: its manifest says 4
     shutil.copytree(newest, root / "step-6.invalid-0")
     (root / "step-6.invalid-0" / REASON).write_bytes(b"a bit has flipped\n")
     (begin(root, 8) / "shard").write_bytes(SHARD)
-    (root / ".deleted-step-1-01234567").write_bytes(b"")
-    (root / ".deleted-step-4-01234567").write_bytes(
-        b""
-    )  # of a checkpoint: the deletion has not begun
-    (root / "notes").write_bytes(b"")
+    (root / ".deleted-step-1-01234567").touch()
+    # Of a checkpoint: the deletion has not begun.
+    (root / ".deleted-step-4-01234567").touch()
+    (root / "notes").touch()
     lines = _lines(capsys, "ls", run)
     states = ["being deleted", "valid, pinned", "valid", "invalid", "set aside", "partial"]
     assert all(f"  {state}  " in line for line, state in zip(lines[1:7], states, strict=True))
@@ -78,7 +73,7 @@ def test_ls_shows_every_state(run, written, capsys):
     assert lines[8] == "note: step-6.invalid-0: a bit has flipped"
     assert lines[9].startswith(f"{root}: ")
     assert lines[9].endswith("newest valid: step-4")
-    size = _size(root / "step-4")
+    size = sum(file.stat().st_size for file in newest.iterdir())
     assert f" {human_bytes(size)} " in lines[3]
     assert lines[3].split()[-3] == "2"
     assert lines[6].split()[-1] == "–"
@@ -106,11 +101,10 @@ def test_verify(run, capsys):
     assert "__0_0.distcp" in lines[2]
     assert "__1_0.distcp" in lines[3]
     (root / "step-2" / "manifest.json").unlink()
-    assert (
-        "never finished" in _lines(capsys, "verify", root / "step-2", code=exit_codes.CHECKPOINT)[1]
-    )
-    golden = Path(__file__).parent / "golden" / "format-1"
-    assert "sizes are right; it was written without hashes" in _lines(capsys, "verify", golden)[0]
+    lines = _lines(capsys, "verify", root / "step-2", code=exit_codes.CHECKPOINT)
+    assert "never finished" in lines[1]
+    lines = _lines(capsys, "verify", HERE / "format-1")
+    assert "sizes are right; it was written without hashes" in lines[0]
 
 
 @pytest.mark.slow
@@ -122,8 +116,7 @@ def test_diff_measures_each_tensor(run, capsys):
     name = "model.layers.1.feed_forward.w2.weight"
     a, b = (Contents(root / f"step-{step}").read(name) for step in (2, 4))
     row = next(line for line in lines if line.startswith(name)).split()
-    gap = (a - b).abs().max().item()
-    assert row[-2:] == [f"{int((a != b).sum()):,}", f"{gap:.3g}"]
+    assert row[-2:] == [f"{int((a != b).sum()):,}", f"{(a - b).abs().max():.3g}"]
     lines = _lines(capsys, "diff", run, run / "other", code=1)
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[3:]}
     assert rows["model.layers.2.attention_norm.weight"] == "– float32[64]"

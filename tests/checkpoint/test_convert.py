@@ -7,17 +7,15 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from tests.support.checkpoints import PRINTS, flip, names, options
+from tests.support.checkpoints import PRINTS, assert_equal, flip, names, options
 from tests.support.llamas import built
 from tests.support.pool import Pools
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError
-from titanlite.checkpoint.store_paths import AnyPath
 from titanlite.cli.hub.compare_checkpoints import Contents
 from titanlite.cli.hub.export_weights import convert, open_source
 from titanlite.dist.dist_env import DistEnv
@@ -35,24 +33,22 @@ SHAPES = {
 }
 
 
-def _save(
-    world: DistEnv, folder: AnyPath, args: LlamaArgs, weights_only: str | None = None
-) -> None:
+def _save(world: DistEnv, folder: Path, args: LlamaArgs) -> None:
     model = built(args)
     optimizer = torch.optim.AdamW(model.parameters())
     about = {"model": as_record("llama3", args)}
     checkpointer = Checkpointer(options(folder), world, PRINTS, about)
-    checkpointer.save(7, model, optimizer, {"tokens_seen": 1}, weights_only=weights_only)
+    checkpointer.save(7, model, optimizer, {"tokens_seen": 1})
     checkpointer.close()
 
 
 @pytest.fixture(scope="module")
 def saved(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A checkpoint of each shape, by its name."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in SHAPES}
-    for name, folder in folders.items():
-        pool(1).run(_save, folder, SHAPES[name])
-    return {name: folder / "step-7" for name, folder in folders.items()}
+    root = tmp_path_factory.mktemp("saved")
+    for name, args in SHAPES.items():
+        pool(1).run(_save, root / name, args)
+    return {name: root / name / "step-7" for name in SHAPES}
 
 
 TOKENS = torch.arange(40).remainder(96)[None] * 7 % 96
@@ -66,12 +62,10 @@ def test_transformers_computes_the_same_logits_and_the_way_back_is_exact(saved, 
     in_shards = shape == "tied"
     shard_bytes = 60_000 if in_shards else 1 << 30
     assert convert(saved[shape], target, "hf", shard_bytes=shard_bytes) == target
-    files = sorted(path.name for path in target.iterdir())
-    assert ("model.safetensors" in files) != in_shards
-    assert ("model.safetensors.index.json" in files) == in_shards
-    assert len({path.stat().st_mode for path in target.iterdir()}) == 1, (
-        "who may read the one may read the others"
-    )
+    assert (target / "model.safetensors").exists() != in_shards
+    assert (target / "model.safetensors.index.json").exists() == in_shards
+    modes = {path.stat().st_mode for path in target.iterdir()}
+    assert len(modes) == 1, "who may read the one may read the others"
     config = json.loads((target / "config.json").read_bytes())
     assert (config["torch_dtype"], config["rope_theta"]) == ("float32", 5e5), "for transformers 4"
     theirs = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
@@ -80,11 +74,9 @@ def test_transformers_computes_the_same_logits_and_the_way_back_is_exact(saved, 
         ours = built(SHAPES[shape])(TOKENS)
         other = theirs(TOKENS).logits
     assert torch.linalg.norm(ours - other) / torch.linalg.norm(other) < 2e-6
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"], "nothing is left aside"
-    before = _weights(saved[shape])
+    assert names(tmp_path) == ["hf"], "nothing is left aside"
     back = open_source(target)
-    assert before.keys() == back.empty.keys()
-    assert all(torch.equal(before[name], back.read(name)) for name in before)
+    assert_equal({name: back.read(name) for name in back.empty}, _weights(saved[shape]))
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -98,9 +90,9 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_precision_changes_once_and_exactly(saved, tmp_path):
     half = convert(saved["plain"], tmp_path / "half", "hf", "bfloat16")
-    before = _weights(saved["plain"])
     after = open_source(convert(half, tmp_path / "full", "hf", "float32")).read
-    assert all(torch.equal(before[name].to(torch.bfloat16).float(), after(name)) for name in before)
+    for name, before in _weights(saved["plain"]).items():
+        assert torch.equal(after(name), before.bfloat16().float())
 
 
 def test_existing_targets_are_never_overwritten(saved, tmp_path):
@@ -110,7 +102,7 @@ def test_existing_targets_are_never_overwritten(saved, tmp_path):
         with pytest.raises(CheckpointError, match="is there already"):
             convert(saved["plain"], tmp_path / name, "hf")
     assert (tmp_path / "file").read_text() == "mine"
-    assert list((tmp_path / "folder").iterdir()) == []
+    assert names(tmp_path / "folder") == []
 
 
 def test_bad_sources_are_refused_and_leave_nothing(saved, tmp_path):
@@ -122,22 +114,21 @@ def test_bad_sources_are_refused_and_leave_nothing(saved, tmp_path):
     ]
     hf = convert(saved["plain"], tmp_path / "hf", "hf")
     config = json.loads((hf / "config.json").read_text())
-    changes: list[tuple[dict[str, Any], str]] = [
-        ({"num_hidden_layers": 3}, "missing"),
-        ({"attention_bias": True}, "attention_bias is True"),
-        ({"tie_word_embeddings": True}, "differs from the embedding"),
-    ]
-    for number, (change, message) in enumerate(changes):
-        other = tmp_path / f"hf-{number}"
+    for key, value, message in (
+        ("num_hidden_layers", 3, "missing"),
+        ("attention_bias", True, "attention_bias is True"),
+        ("tie_word_embeddings", True, "differs from the embedding"),
+    ):
+        other = tmp_path / key
         other.mkdir()
         (other / "model.safetensors").symlink_to(hf / "model.safetensors")
-        (other / "config.json").write_text(json.dumps({**config, **change}))
+        (other / "config.json").write_text(json.dumps({**config, key: value}))
         cases.append((other, message))
     (tmp_path / "out").mkdir()
     for source, message in cases:
         with pytest.raises(CheckpointError, match=message):
             convert(source, tmp_path / "out" / "x", "hf")
-    assert list((tmp_path / "out").iterdir()) == []
+    assert names(tmp_path / "out") == []
 
 
 def test_a_full_disk_is_named_before_it_is_written(saved, tmp_path, monkeypatch):

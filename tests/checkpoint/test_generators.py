@@ -15,7 +15,6 @@ from titanlite.dist.dist_env import DistEnv
 FSDP: dict[str, Any] = {}
 TENSOR = {"tensor": 2}
 LINE = "in another mesh: the data order continues exactly, the random generators start afresh"
-TWO_RANKS = "--training.tensor_parallel_degree=2"
 
 
 def _fresh(rank: int) -> float:
@@ -23,34 +22,28 @@ def _fresh(rank: int) -> float:
     return torch.rand((), generator=torch.Generator().manual_seed(100 + rank)).item()
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
-    ("before", "after", "continues"),
+    ("before", "after", "older", "continues"),
     [
-        (FSDP, TENSOR, False),
-        (TENSOR, TENSOR, True),
-        (FSDP, {"replicas": 2}, True),
+        (FSDP, TENSOR, {}, False),
+        # It does not tell the places of its ranks.
+        (TENSOR, TENSOR, {"config": {}}, False),
+        (TENSOR, TENSOR, {}, True),
+        (FSDP, {"replicas": 2}, {}, True),
     ],
     ids=str,
 )
 def test_generators_continue_where_each_rank_keeps_its_place(
-    pool, tmp_path, before, after, continues
+    pool, tmp_path, before, after, older, continues
 ):
     saved = pool(2).run(train, replace(RUN, **before), tmp_path, 1, 1, draw=True)
+    sign(tmp_path / "step-1", **older)
     loaded = pool(2).run(train, replace(RUN, **after), tmp_path, 2, 2, draw=True)
     for rank in range(2):
         assert saved[rank]["draws"] == [_fresh(rank)]
         assert (loaded[rank]["draws"] != [_fresh(rank)]) == continues
         assert any(LINE in notice for notice in loaded[rank]["loaded"].notices) != continues
-
-
-def test_generators_of_an_older_checkpoint_may_not_agree_over_tensor_parallel_ranks(pool, tmp_path):
-    """It does not tell the places of its ranks."""
-    run = replace(RUN, **TENSOR)
-    pool(2).run(train, run, tmp_path, 1, 1, draw=True)
-    sign(tmp_path / "step-1", config={})
-    for rank, found in enumerate(pool(2).run(train, run, tmp_path, 2, 2, draw=True)):
-        assert found["draws"] == [_fresh(rank)]
 
 
 def _drawn(world: DistEnv, folder: str, *flags: str) -> float:
@@ -64,7 +57,7 @@ def _drawn(world: DistEnv, folder: str, *flags: str) -> float:
 def test_tensor_parallel_ranks_that_take_over_agree(pool, tmp_path):
     first, second = pool(2).run(_drawn, str(tmp_path / "a"))
     assert first != second
-    more = ("--training.steps=3", TWO_RANKS)
+    more = ("--training.steps=3", "--training.tensor_parallel_degree=2")
     resumed = pool(2).run(_drawn, str(tmp_path / "a"), *more)
     source = f"--checkpoint.initial_load_path={tmp_path}/a/checkpoint/step-2"
     whole = "--no-checkpoint.initial_load_model_only"

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load as load_bytes
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from tests.support import s3
-from tests.support.checkpoints import PRINTS, load, names, options
+from tests.support.checkpoints import PRINTS, assert_equal, load, names, options
 from tests.support.grid import FSDP, PP
 from tests.support.harness import TINY, Run, batches, build_tiny
 from tests.support.whole_runs import train_run
@@ -29,6 +30,7 @@ from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, last_hf_step
 from titanlite.checkpoint.store_paths import AnyPath, StorePath
 from titanlite.cli.hub.export_weights import convert, open_source
+from titanlite.cli.main import main
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models import LlamaArgs, get_spec
@@ -37,6 +39,11 @@ from titanlite.models.args import as_record
 SPEC = get_spec("llama3")
 RUN = Run(*batches(1, 4, 16, 192), [1e-3])
 BLOCKS = "model.layers.0.self_attn.q_proj.weight"
+SHARD = "model-00002-of-00003.safetensors"
+#: It holds `BLOCKS`.
+THIRD = "model-00003-of-00003.safetensors"
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 def _folder(
@@ -52,19 +59,18 @@ def _folder(
     listed = list(tensors)
     where = {}
     for i in range(shards):
-        file = (
-            "model.safetensors" if shards == 1 else f"model-{i + 1:05}-of-{shards:05}.safetensors"
-        )
-        save_file(
-            {name: tensors[name] for name in listed[i::shards]},
-            folder / file,
-            metadata={"format": "pt"},
-        )
-        where.update(dict.fromkeys(listed[i::shards], file))
+        file = WHOLE if shards == 1 else f"model-{i + 1:05}-of-{shards:05}.safetensors"
+        part = {name: tensors[name] for name in listed[i::shards]}
+        save_file(part, folder / file, metadata={"format": "pt"})
+        where.update(dict.fromkeys(part, file))
     if shards > 1:
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    (folder / "config.json").write_text(json.dumps(SPEC.hf_config(args)))
+        (folder / INDEX).write_text(json.dumps({"weight_map": where}))
+    _write_config(folder, args)
     return folder
+
+
+def _write_config(folder: Path, args: LlamaArgs = TINY, **more: Any) -> None:
+    (folder / "config.json").write_text(json.dumps({**SPEC.hf_config(args), **more}))
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -91,33 +97,26 @@ def _save(world: DistEnv, run: Run, source: Path, root: AnyPath) -> str:
     return str(last)
 
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tied-tp": (2, {"tensor": 2, "args": replace(TINY, tied=True)}),
-    "pp": (2, {"pipeline": 2}),
-    "hsdp": (2, {"replicas": 2}),
+LAYOUTS = {
+    "tied-tp": replace(RUN, tensor=2, args=replace(TINY, tied=True)),
+    "pp": replace(RUN, pipeline=2),
+    "hsdp": replace(RUN, replicas=2),
 }
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_published_weights_come_back_bit_for_bit(pool, tmp_path, layout):
+@pytest.mark.parametrize("run", LAYOUTS.values(), ids=LAYOUTS)
+def test_published_weights_come_back_bit_for_bit(pool, tmp_path, run):
     """HF → ranks → checkpoint → HF, and HF → ranks → last save: the same bytes per tensor."""
-    ranks, fields = LAYOUTS[layout]
-    run = replace(RUN, **fields)
     source = _folder(tmp_path / "published", run.args)
     root = tmp_path / "checkpoint"
-    saved = pool(ranks).run(_save, run, source, root)
     last = root / "step-8-hf"
-    assert saved == [str(last)] * ranks
+    assert pool(2).run(_save, run, source, root) == [str(last)] * 2
     assert names(root) == ["step-7", "step-8-hf"]
-    exported = convert(root / "step-7", tmp_path / "hf", "hf")
-    expected = _tensors(source)
-    for folder in (last, exported):
-        found = _tensors(folder)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    for folder in (last, convert(root / "step-7", tmp_path / "hf", "hf")):
+        assert_equal(_tensors(folder), _tensors(source))
         assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
-    for again in pool(ranks).run(load, run, root, initial_load_path=str(source), **LAST):
+    for again in pool(2).run(load, run, root, initial_load_path=str(source), **LAST):
         assert "step-8-hf holds the weights of the last save" in again["error"]
 
 
@@ -126,41 +125,27 @@ def test_float8_is_multiplied_by_its_scales(tmp_path, grid, block):
     """Scales per block (DeepSeek's), row or tensor."""
     folder = _folder(tmp_path / "in", shards=1)
     name = "model.layers.0.mlp.gate_proj.weight"
-    tensors = _tensors(folder)
-    rows, columns = tensors[name].shape
+    weight = _tensors(folder)[name]
+    rows, columns = weight.shape
     scale = torch.rand(grid) + 0.5
     height, width = block or (-(-rows // grid[0]), columns)
     wide = scale.repeat_interleave(height, 0).repeat_interleave(width, 1)[:rows, :columns]
-    tensors[name] = (tensors[name] / wide).to(torch.float8_e4m3fn)
-    values = tensors[name].float() * wide
-    tensors[f"{name}_scale_inv" if block else f"{name}_scale"] = scale
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    exact = (weight / wide).to(torch.float8_e4m3fn)
+    values = exact.float() * wide
+    scale_name = f"{name}_scale_inv" if block else f"{name}_scale"
+    _edit(folder / WHOLE, **{name: exact, scale_name: scale})
     about = {"quant_method": "fp8", **({"weight_block_size": block} if block else {})}
-    config = {**SPEC.hf_config(TINY), "quantization_config": about}
-    (folder / "config.json").write_text(json.dumps(config))
+    _write_config(folder, quantization_config=about)
     weights = open_weights(folder)
     assert torch.equal(weights.read("layers.0.feed_forward.w1.weight"), values)
     part = weights.parts["layers.0.feed_forward.w1.weight"][0].read((slice(40, 70), slice(9, 60)))
     assert torch.equal(part, values[40:70, 9:60])
 
 
-SHARD = "model-00002-of-00003.safetensors"
-#: It holds `BLOCKS`.
-THIRD = "model-00003-of-00003.safetensors"
-WHOLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-
-
-def _edit(folder: Path, name: str, **entries: Any) -> None:
-    """Change entries of a JSON file, or tensors of a safetensors file; None: take them out."""
-    file = folder / name
-    content: Any = json.loads(file.read_text()) if file.suffix == ".json" else load_file(file)
-    content.update(entries)
-    content = {name: one for name, one in content.items() if one is not None}
-    if file.suffix == ".json":
-        file.write_text(json.dumps(content))
-    else:
-        save_file(content, file, metadata={"format": "pt"})
+def _edit(file: Path, **tensors: torch.Tensor | None) -> None:
+    """Change tensors of a file; None: take them out."""
+    content = {**load_file(file), **tensors}
+    save_file({name: one for name, one in content.items() if one is not None}, file)
 
 
 @pytest.mark.parametrize(
@@ -170,10 +155,13 @@ def _edit(folder: Path, name: str, **entries: Any) -> None:
         (lambda f: (f / INDEX).unlink(), "download the index of its 3 files"),
         (lambda f: (f / "config.json").unlink(), "config.json is missing: copy it"),
         (lambda f: os.truncate(f / SHARD, 99), f"{SHARD} cannot be read"),
-        (lambda f: _edit(f, "config.json", model_type="bert"), "model_type is 'bert'"),
-        (lambda f: _edit(f, THIRD, **{BLOCKS: torch.zeros(3, 3).char()}), f"{BLOCKS} has type I8"),
+        (lambda f: _write_config(f, model_type="bert"), "model_type is 'bert'"),
         (
-            lambda f: _edit(f, THIRD, **{BLOCKS: torch.zeros(3, 3).to(torch.float8_e4m3fn)}),
+            lambda f: _edit(f / THIRD, **{BLOCKS: torch.zeros(3, 3).char()}),
+            f"{BLOCKS} has type I8",
+        ),
+        (
+            lambda f: _edit(f / THIRD, **{BLOCKS: torch.zeros(3, 3).to(torch.float8_e4m3fn)}),
             f"{BLOCKS} is float8_e4m3fn without a tensor",
         ),
     ],
@@ -187,8 +175,8 @@ def test_unusable_folders_are_refused_with_the_remedy(tmp_path, harm, message):
 
 @pytest.mark.slow
 def test_weights_that_are_not_finite_are_refused_on_all_ranks(pool, tmp_path):
-    nan = {BLOCKS: torch.full((64, 64), math.nan)}
-    _edit(_folder(tmp_path / "nan", shards=1), WHOLE, **nan)
+    nan = torch.full((64, 64), math.nan)
+    _edit(_folder(tmp_path / "nan", shards=1) / WHOLE, **{BLOCKS: nan})
 
     def answers(source, **fields):
         place = {"initial_load_path": str(source), **fields}
@@ -199,7 +187,7 @@ def test_weights_that_are_not_finite_are_refused_on_all_ranks(pool, tmp_path):
     for answer in answers(tmp_path / "nan", initial_load_model_only=False):
         assert "initial_load_model_only = true" in answer["error"]
     missing = _folder(tmp_path / "missing", shards=1)
-    _edit(missing, WHOLE, **{BLOCKS: None})
+    _edit(missing / WHOLE, **{BLOCKS: None})
     named = ["model.layers.0.attention.wq.weight"]
     assert answers(missing, allow_missing=named)[0]["error"] == ""
 
@@ -207,9 +195,10 @@ def test_weights_that_are_not_finite_are_refused_on_all_ranks(pool, tmp_path):
 LARGE = LlamaArgs(dim=512, n_layers=6, n_heads=8, vocab_size=4096, multiple_of=256, max_seq_len=64)
 
 
-def _memory(name: str) -> int:
+def _memory() -> int:
+    """This process's own memory, in bytes."""
     status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(name))
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
 
 
 def _growth(world: DistEnv, source: Path, root: Path) -> tuple[int, int]:
@@ -220,14 +209,12 @@ def _growth(world: DistEnv, source: Path, root: Path) -> tuple[int, int]:
     shards = sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
     about = {"model": as_record("llama3", LARGE)}
     checkpointer = Checkpointer(options(root, initial_load_path=str(source)), world, PRINTS, about)
-    before = _memory("RssAnon")
-    peak = 0
+    seen = [_memory()]
     done = threading.Event()
 
     def watch() -> None:
-        nonlocal peak
         while not done.is_set():
-            peak = max(peak, _memory("RssAnon"))
+            seen.append(_memory())
             time.sleep(0.001)
 
     watcher = threading.Thread(target=watch)
@@ -236,7 +223,7 @@ def _growth(world: DistEnv, source: Path, root: Path) -> tuple[int, int]:
     done.set()
     watcher.join()
     checkpointer.close()
-    return peak - before, shards
+    return max(seen) - seen[0], shards
 
 
 @pytest.mark.slow
@@ -248,22 +235,20 @@ def test_a_rank_needs_memory_for_one_slice_beside_its_shard(pool, tmp_path):
 
 
 def test_export_is_refused_when_the_logits_differ(pool, tmp_path, monkeypatch):
-    from titanlite.cli.main import main
-
     pool(1).run(_save, RUN, _folder(tmp_path / "in"), tmp_path / "checkpoint")
-    step = str(tmp_path / "checkpoint" / "step-7")
+    step = f"{tmp_path}/checkpoint/step-7"
     out = tmp_path / "out"
-    assert main(["export", step, str(out / "right")]) == 0
-    assert main(["export", str(out / "right"), str(out / "back"), "--dtype=bfloat16"]) == 0
+    assert main(["export", step, f"{out}/right"]) == 0
+    assert main(["export", f"{out}/right", f"{out}/back", "--dtype=bfloat16"]) == 0
     assert names(out) == ["back", "right"]
 
     def swapped(args):
-        found = dict(SPEC.hf_names(args))
+        found = SPEC.hf_names(args)
         one, other = (f"layers.1.feed_forward.w{i}.weight" for i in (1, 3))
         return {**found, one: found[other], other: found[one]}
 
     monkeypatch.setattr("titanlite.models.llama.LLAMA3", replace(SPEC, hf_names=swapped))
-    assert main(["export", step, str(out / "wrong")]) == 4
+    assert main(["export", step, f"{out}/wrong"]) == 4
     assert names(out) == ["back", "right"]
 
 
@@ -277,18 +262,17 @@ def test_what_would_harm_or_hide_weights_is_told(pool, tmp_path, caplog):
             CheckpointError, match=r"newest weights are in .*step-8-hf: name that folder, or step-7"
         ):
             convert(path, tmp_path / "out", "hf")
-    start = {"initial_load_path": str(root.parent)}
-    (answer,) = pool(1).run(load, RUN, tmp_path / "other", **start)
+    (answer,) = pool(1).run(load, RUN, tmp_path / "other", initial_load_path=str(root.parent))
     assert "newest weights are in" in answer["error"]
 
-    tensors = _tensors(source)
-    tensors[BLOCKS][0, 0] = 1e6
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    weight = _tensors(source)[BLOCKS]
+    weight[0, 0] = 1e6
+    _edit(source / WHOLE, **{BLOCKS: weight})
     with pytest.raises(CheckpointError, match=r"wq.weight has values that float16 cannot hold"):
         convert(source, tmp_path / "half", "hf", "float16")
 
     shutil.copy(BUNDLED_TOKENIZER, source / "tokenizer.model")
-    assert open_source(source / "model.safetensors").tokenizer == str(source)
+    assert open_source(source / WHOLE).tokenizer == str(source)
 
 
 def test_a_store_keeps_nothing_of_a_save_that_was_cut_short():
@@ -302,13 +286,11 @@ def test_a_store_keeps_nothing_of_a_save_that_was_cut_short():
 @pytest.mark.slow
 def test_the_last_save_goes_to_a_store(pool, bucket, tmp_path):
     source = _folder(tmp_path / "in")
-    run = replace(RUN, tensor=2)
-    pool(2).run(s3.there, bucket.environment, _save, run, source, bucket.path)
+    pool(2).run(s3.there, bucket.environment, _save, replace(RUN, tensor=2), source, bucket.path)
     folder = bucket.path / "step-8-hf"
-    assert {"config.json", "model.safetensors"} <= set(names(folder))
-    (tmp_path / "copy.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    found = load_file(tmp_path / "copy.safetensors")
-    assert all(torch.equal(found[name], tensor) for name, tensor in _tensors(source).items())
+    assert {"config.json", WHOLE} <= set(names(folder))
+    found = load_bytes((folder / WHOLE).read_bytes())
+    assert_equal(found, _tensors(source))
 
 
 SMALL = ["dim=64", "n_layers=2", "n_heads=4", "n_kv_heads=2"]
@@ -331,25 +313,22 @@ def test_every_family_goes_out_of_runs_and_in(pool, tmp_path, family, layout):
         "--checkpoint.enable_checkpoint",
         "--checkpoint.model_weights_only",
         "--checkpoint.last_save_in_hf",
+        f"--model.name={family}",
+        *(f"--model.overrides.{size}" for size in SMALL),
+        "--training.steps=1",
+        "--training.batch_size=2",
     ]
-    flags += [f"--model.name={family}", "--training.steps=1", "--training.batch_size=2"]
 
     def train(ranks, name, *more):
-        small = (f"--model.overrides.{one}" for one in SMALL)
-        done = pool(ranks).run(train_run, str(tmp_path / name), *flags, *small, *more)[0]
+        done = pool(ranks).run(train_run, str(tmp_path / name), *flags, *more)[0]
         assert done["error"] == ""
         return tmp_path / name / "checkpoint" / "step-1-hf"
 
     source = train(1, "one")
-    target = train(
-        2, "two", f"--checkpoint.initial_load_path={source}", "--optimizer.lr=0", f"--{layout}=2"
-    )
-    first = _tensors(source)
-    second = _tensors(target)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    start = [f"--checkpoint.initial_load_path={source}", "--optimizer.lr=0"]
+    target = train(2, "two", *start, f"--{layout}=2")
     lines: list[str] = []
-    again = _tensors(convert(source, tmp_path / "again", "hf", report=lines.append))
+    again = convert(source, tmp_path / "again", "hf", report=lines.append)
     assert "those of transformers" in lines[0]
-    assert again.keys() == first.keys()
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    for folder in (target, again):
+        assert_equal(_tensors(folder), _tensors(source))

@@ -8,6 +8,7 @@ import enum
 import json
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +33,23 @@ from titanlite.dist.dist_env import DistEnv
 GOOD = HERE / "format-4" / "step-3"
 
 
-def _changed(root: Path, name: str, content: object) -> Path:
-    """A copy with another file, and a manifest that is right about it.
+def _changed(root: Path, content: bytes | Callable[[Any], object]) -> Path:
+    """A copy with another index, and a manifest that is right about it.
 
-    content: bytes, an index or a change of it.
+    content: bytes, or a change of the index.
     """
     folder = shutil.copytree(GOOD, root / "step-3")
+    file = folder / ".metadata"
     if callable(content):
-        index = pickle.loads((folder / name).read_bytes())
+        index = pickle.loads(file.read_bytes())
         content(index)
-        content = index
-    data = content if isinstance(content, bytes) else pickle.dumps(content)
-    (folder / name).write_bytes(data)
+        content = pickle.dumps(index)
+    file.write_bytes(content)
     raw = json.loads((folder / "manifest.json").read_text())
     sign(
         folder,
-        files={**raw["files"], name: len(data)},
-        hashes={**raw["hashes"], name: digest_of(data)},
+        files={**raw["files"], file.name: len(content)},
+        hashes={**raw["hashes"], file.name: digest_of(content)},
     )
     return folder
 
@@ -66,16 +67,13 @@ def test_an_index_of_an_early_python_3_11_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", enum.pickle_by_enum_name)
     data = pickle.dumps(index)
     assert b"getattr" in data
-    assert Contents(_changed(tmp_path, ".metadata", data)).read("model.output.weight").shape == (
-        6,
-        4,
-    )
+    assert Contents(_changed(tmp_path, data)).read("model.output.weight").shape == (6, 4)
 
 
 def test_code_in_an_index_never_runs(pool, tmp_path, capsys):
     marker = tmp_path / "ran"
     payload = pickle.dumps(Pickled(marker))
-    folder = _changed(tmp_path / "bad", ".metadata", payload)
+    folder = _changed(tmp_path / "bad", payload)
     said = pool(1).run(_refusal, folder.parent)
     said += pool(1).run(_refusal, tmp_path / "new", start="from", initial_load_path=str(folder))
     for command in (["checkpoint", "diff", GOOD, folder], ["export", folder, tmp_path / "out"]):
@@ -88,20 +86,20 @@ def test_code_in_an_index_never_runs(pool, tmp_path, capsys):
     assert marker.exists(), "the payload would work"
 
 
-def _first(entries: dict[Any, Any]) -> Any:
-    return next(iter(entries.values()))
+def _first(index: Any) -> Any:
+    return next(iter(index.storage_data.values()))
 
 
 @pytest.mark.parametrize(
     ("edit", "reason"),
     [
-        (lambda i: setattr(_first(i.storage_data), "relative_path", "../../x"), "'../../x', which"),
+        (lambda i: setattr(_first(i), "relative_path", "../../x"), "'../../x', which"),
         (
-            lambda i: setattr(_first(i.storage_data), "length", 1 << 40),
+            lambda i: setattr(_first(i), "length", 1 << 40),
             "lies outside of __0_0.distcp",
         ),
         (
-            lambda i: setattr(_first(i.storage_data), "transform_descriptors", ["zstd"]),
+            lambda i: setattr(_first(i), "transform_descriptors", ["zstd"]),
             "is transformed",
         ),
         # DCP would unpickle the bytes of such an entry without any check.
@@ -118,7 +116,7 @@ def _first(entries: dict[Any, Any]) -> Any:
     ],
 )
 def test_an_index_that_does_not_fit_is_refused_with_the_reason(tmp_path, edit, reason):
-    folder = _changed(tmp_path, ".metadata", edit)
+    folder = _changed(tmp_path, edit)
     with pytest.raises(CheckpointError) as refused:
         Contents(folder)
     assert str(refused.value).startswith(f"{folder}/.metadata cannot be used: ")
@@ -129,7 +127,7 @@ def test_an_index_cannot_change_classes_of_torch(tmp_path):
     """A pickle may set attributes of what it names: of a class, for the rest of the process."""
     payload = b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(X\x04\x00\x00\x00evilI1\ndtb."
     with pytest.raises(CheckpointError, match="cannot be used"):
-        Contents(_changed(tmp_path, ".metadata", payload))
+        Contents(_changed(tmp_path, payload))
     assert not hasattr(Metadata, "evil")
     pickle.loads(payload)
     assert hasattr(Metadata, "evil"), "the payload would work"
@@ -139,12 +137,8 @@ def test_an_index_cannot_change_classes_of_torch(tmp_path):
 def test_an_index_that_the_manifest_does_not_list_is_not_read(tmp_path):
     folder = shutil.copytree(GOOD, tmp_path / "step-3")
     raw = json.loads((folder / "manifest.json").read_text())
-    sign(
-        folder,
-        **{
-            key: {k: v for k, v in raw[key].items() if k != ".metadata"}
-            for key in ("files", "hashes")
-        },
-    )
+    for key in ("files", "hashes"):
+        del raw[key][".metadata"]
+    sign(folder, files=raw["files"], hashes=raw["hashes"])
     with pytest.raises(CheckpointError, match=r"\.metadata is not in the manifest"):
         Contents(folder)

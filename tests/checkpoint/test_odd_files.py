@@ -34,18 +34,13 @@ ARGS = replace(
 DOWN = "model.layers.0.mlp.down_proj.weight"
 
 
-def weights() -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    return {
-        name: torch.randn_like(tensor) for name, tensor in SPEC.build(ARGS).state_dict().items()
-    }
-
-
 def hf_folder(folder: Path, **config: Any) -> dict[str, Tensor]:
     """Write a config.json; return the tensors under Hugging Face's names."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**SPEC.hf_config(ARGS), **config}))
-    return {name: tensor.contiguous() for name, tensor in SPEC.to_hf(weights(), ARGS).items()}
+    torch.manual_seed(0)
+    shapes = SPEC.to_hf(SPEC.build_on_meta(ARGS).state_dict(), ARGS)
+    return {name: torch.randn(tensor.shape) for name, tensor in shapes.items()}
 
 
 def test_of_two_copies_of_a_tensor_the_index_names_the_one_that_counts(tmp_path):
@@ -58,9 +53,8 @@ def test_of_two_copies_of_a_tensor_the_index_names_the_one_that_counts(tmp_path)
     second |= {name: tensors[name] for name in names[6:]}
     save_file(first, folder / "a.safetensors")
     save_file(second, folder / "b.safetensors")
-    places = {name: "a.safetensors" if name in first else "b.safetensors" for name in names}
-    index = {"weight_map": places}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    places = dict.fromkeys(second, "b.safetensors") | dict.fromkeys(first, "a.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     opened = open_weights(folder)
     for name, tensor in in_our_names(tensors, SPEC.hf_names(ARGS)).items():
         assert torch.equal(opened.read(name), tensor), name
@@ -69,8 +63,7 @@ def test_of_two_copies_of_a_tensor_the_index_names_the_one_that_counts(tmp_path)
 def test_exponents_are_no_scales_of_float8(tmp_path):
     folder = tmp_path / "mx"
     tensors = hf_folder(folder, quantization_config={"weight_block_size": [1, 32]})
-    exact = tensors[DOWN].to(torch.float8_e4m3fn)
-    tensors[DOWN] = exact
+    tensors[DOWN] = exact = tensors[DOWN].to(torch.float8_e4m3fn)
     exponents = torch.full((64, 3), 128, dtype=torch.uint8)
     tensors[f"{DOWN}_scale"] = exponents
     save_file(tensors, folder / "model.safetensors")
@@ -96,32 +89,25 @@ GPT_OSS_ARGS = GptOssArgs(
     top_k=2,
     head_dim=16,
 )
-MATRICES = ("gate_up_proj", "down_proj")
 
 
 def published(folder: Path) -> dict[str, Tensor]:
     """Write a folder whose experts are packed; return its tensors."""
     torch.manual_seed(0)
     tensors: dict[str, Tensor] = {}
-    for name, tensor in GPT_OSS.to_hf(
-        GPT_OSS.build_on_meta(GPT_OSS_ARGS).state_dict(), GPT_OSS_ARGS
-    ).items():
-        if not name.endswith(MATRICES):
+    shapes = GPT_OSS.to_hf(GPT_OSS.build_on_meta(GPT_OSS_ARGS).state_dict(), GPT_OSS_ARGS)
+    for name, tensor in shapes.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
             tensors[name] = torch.randn(tensor.shape).bfloat16()
             continue
         experts, rows, columns = tensor.shape
         shape = (experts, columns, rows // 32, 16)
         tensors[f"{name}_blocks"] = torch.randint(256, shape, dtype=torch.uint8)
         tensors[f"{name}_scales"] = torch.randint(251, shape[:3], dtype=torch.uint8)
-    write(folder, tensors)
+    save_file(tensors, folder / "model.safetensors")
     config = {**GPT_OSS.hf_config(GPT_OSS_ARGS), "quantization_config": {"quant_method": "mxfp4"}}
     (folder / "config.json").write_text(json.dumps(config))
     return tensors
-
-
-def write(folder: Path, tensors: dict[str, Tensor]) -> None:
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def test_packed_experts_are_read_as_transformers_reads_them(tmp_path):
@@ -134,7 +120,7 @@ def test_packed_experts_are_read_as_transformers_reads_them(tmp_path):
         if theirs in tensors:
             assert torch.equal(weights.read(ours), tensors[theirs])
             continue
-        packed = tensors[f"{theirs}_blocks"], tensors[f"{theirs}_scales"]
+        packed = (tensors[f"{theirs}_{kind}"] for kind in ("blocks", "scales"))
         expected = convert_moe_packed_tensors(*packed)
         found = weights.read(ours)
         assert found.dtype == torch.bfloat16 and torch.equal(found, expected), ours
@@ -158,6 +144,6 @@ def test_others_are_refused(tmp_path, change, words):
         del tensors[f"{name}_scales"]
     else:
         tensors[f"{name}_blocks"] = tensors[f"{name}_blocks"][..., :8].contiguous()
-    write(tmp_path, tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=words):
         open_hf(tmp_path, None, None)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,22 +32,17 @@ from tests.support.harness import build_tiny
 from tests.support.pool import Pools
 from titanlite.checkpoint.dcp_files import HashingWriter
 from titanlite.checkpoint.manager import Checkpointer
-from titanlite.checkpoint.manifest import (
-    CheckpointError,
-    steps_in,
-)
+from titanlite.checkpoint.manifest import CheckpointError, steps_in
 from titanlite.checkpoint.store_paths import AnyPath, StoreError, StorePath
 from titanlite.cli.checkpoint_folders import verify
 from titanlite.cli.hub.compare_checkpoints import Contents
 from titanlite.dist.dist_env import DistEnv
 
-PINNED = "async_with_pinned_mem"
-
 
 @pytest.mark.parametrize(
     ("mode", "implementation", "storage"),
     [
-        (PINNED, "foreach", "folder"),
+        ("async_with_pinned_mem", "foreach", "folder"),
         pytest.param("disabled", "fused", "folder", marks=pytest.mark.slow),
         pytest.param("async", "foreach", "s3", marks=pytest.mark.slow),
     ],
@@ -60,11 +55,9 @@ def test_four_and_four_equal_eight_bit_for_bit(pool, storage, tmp_path, mode, im
     first = storage.run(pool(2), train, run, storage.root, 1, 4, every=1, **options)
     assert steps_in(storage.root) == [3, 4]
     second = storage.run(pool(2), train, run, storage.root, 5, 8, every=2, **options)
-    for rank in range(2):
-        assert first[rank]["losses"] + second[rank]["losses"] == straight[rank]["losses"]
-        assert first[rank]["draws"] + second[rank]["draws"] == straight[rank]["draws"], (
-            "random generators"
-        )
+    for before, after, whole in zip(first, second, straight, strict=True):
+        assert before["losses"] + after["losses"] == whole["losses"]
+        assert before["draws"] + after["draws"] == whole["draws"], "random generators"
     assert straight[0]["draws"] != straight[1]["draws"]
     assert_equal(second[0]["weights"], straight[0]["weights"])
     assert_equal(second[0]["state"], straight[0]["state"])
@@ -100,10 +93,9 @@ def test_weights_and_moments_pass_through_every_mesh(pool, tmp_path):
         other = replace(run, **mesh, seed=seed)
         assert pool(4).run(hand_on, other, tmp_path / before, tmp_path / name) == [2] * 4
         before = name
-    assert set(unequal(tmp_path / "origin" / "step-2", tmp_path / before / "step-2")) <= {
-        "rng.torch"
-    }
-    contents = Contents(tmp_path / "origin" / "step-2")
+    first, last = (tmp_path / name / "step-2" for name in ("origin", before))
+    assert {*unequal(first, last)} <= {"rng.torch"}
+    contents = Contents(first)
     moments = [name for name in contents.manifest.tensors if name.endswith("exp_avg_sq")]
     assert moments and all(contents.read(name).abs().sum() > 0 for name in moments), (
         "there was something to carry"
@@ -175,77 +167,62 @@ def test_without_a_good_one_the_run_is_refused_and_nothing_changes(pool, copied)
         assert (f'"{start}"' in said) == (start == "resume")
 
 
-def _damage(folder: AnyPath) -> None:
-    """One bit of the files of rank 1."""
-    flip(
-        folder / next(name for name in names(folder) if re.fullmatch(r"__1_(.*_)?0\.distcp", name))
-    )
-
-
-def _cut(folder: AnyPath) -> None:
-    name = next(name for name in names(folder) if name.startswith("__1_"))
-    (folder / name).write_bytes(b"cut")
-
-
-def _save_thrice(
-    world: DistEnv,
-    folder: AnyPath,
-    mode: str,
-    damage: Callable[[AnyPath], None],
-) -> list[str]:
-    """Saves of steps 1, 2 and 3 where only one stays; the second is damaged when all have written.
+def _save_thrice(world: DistEnv, folder: AnyPath, mode: str, cut: bool) -> list[str]:
+    """Saves of steps 1, 2 and 3 where only one stays; when all ranks have written the second, the
+    file of rank 1 is cut, or one of its bits flips.
 
     Returns results.
     """
     model, optimizer, _ = build_tiny(world, RUN)
     config = options(folder, async_mode=mode, keep_latest_k=1)
-    saver = Checkpointer(config, world, PRINTS)
     results = []
     real = HashingWriter.all_files
 
     def on_a_bad_disk(writer: HashingWriter) -> Any:
         folder = writer._folder
-        if damage is _cut and folder.name == "step-2":
-            _cut(folder)
+        file = folder / next(name for name in names(folder) if name.startswith("__1_"))
+        struck = folder.name == "step-2"
+        if struck and cut:
+            file.write_bytes(b"cut")
         found = real(writer)
-        if damage is _damage and folder.name == "step-2":
-            _damage(folder)
+        if struck and not cut:
+            flip(file)
         return found
 
-    try:
+    with (
+        closing(Checkpointer(config, world, PRINTS)) as saver,
+        patch.object(HashingWriter, "all_files", on_a_bad_disk),
+    ):
         for step in (1, 2, 3):
-            with patch.object(HashingWriter, "all_files", on_a_bad_disk):
-                try:
-                    # A validated one needs none before it to stay.
-                    saver.save(step, model, optimizer, {}, validation_loss=1.0)
-                    saver.wait()
-                    results.append("saved")
-                except CheckpointError as error:
-                    results.append(str(error))
+            try:
+                # A validated one needs none before it to stay.
+                saver.save(step, model, optimizer, {}, validation_loss=1.0)
+                saver.wait()
+                results.append("saved")
+            except CheckpointError as error:
+                results.append(str(error))
             results.append(f"{world.broadcast(None) or steps_in(saver.root)}")
-    finally:
-        saver.close()
     return results
 
 
 @pytest.mark.parametrize(
-    ("mode", "damage", "storage"),
+    ("mode", "cut", "storage"),
     [
-        ("async", _damage, "folder"),
-        ("disabled", _cut, "folder"),
-        pytest.param("disabled", _damage, "s3", marks=pytest.mark.slow),
+        ("async", False, "folder"),
+        ("disabled", True, "folder"),
+        pytest.param("disabled", False, "s3", marks=pytest.mark.slow),
     ],
     indirect=["storage"],
 )
-def test_what_changes_on_its_way_is_not_published(pool, storage, mode, damage):
-    results = storage.run(pool(2), _save_thrice, storage.root, mode, damage)
+def test_what_changes_on_its_way_is_not_published(pool, storage, mode, cut):
+    results = storage.run(pool(2), _save_thrice, storage.root, mode, cut)
     assert results[0] == results[1], "every rank learns of it"
     first, one, problem, left, third, last = results[0]
     assert (first, one, left, third, last) == ("saved", "[1]", "[1]", "saved", "[3]"), (
         "the second replaced nothing"
     )
     told = r"could not be read back: .*__1_\w*0\.distcp has changed since it was written: xxh3:"
-    if damage is _cut:
+    if cut:
         told = r"does not hold what was written to it \(__1_"
     assert re.search(told, problem)
     assert names(storage.root) == ["step-3"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import count, pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -15,9 +16,12 @@ def _ask(
     world: DistEnv,
     config: Checkpoint,
     seconds: Sequence[float],
-    steps: Sequence[int] | None = None,
+    steps: Iterable[int] = (),
 ) -> dict[str, Any]:
-    """A step for each entry of `seconds`, which it takes on rank 0; on others time stands still."""
+    """A step for each entry of `seconds`, which it takes on rank 0; on others time stands still.
+
+    steps: their numbers, when they do not count from 1.
+    """
     met: list[int] = []
     now = [0.0]
     broadcast = DistEnv.broadcast
@@ -29,12 +33,14 @@ def _ask(
     with patch.object(DistEnv, "broadcast", counted):
         schedule = SaveSchedule(config, world, clock=lambda: now[0])
         due = []
-        for step, took in zip(steps or range(1, len(seconds) + 1), seconds, strict=False):
+        times = []
+        for step, took in zip(steps or count(1), seconds, strict=False):
             now[0] += took if world.rank == 0 else 0.0
             if schedule.due(step):
                 schedule.begin(step)
-                due.append((step, now[0]))
-    return {"due": [step for step, _ in due], "times": [time for _, time in due], "met": met}
+                due.append(step)
+                times.append(now[0])
+    return {"due": due, "times": times, "met": met}
 
 
 def test_steps_cost_no_communication(pool):
@@ -51,7 +57,7 @@ def test_the_clock_of_rank_0_decides_for_all_and_is_seldom_asked(pool):
     here, there = pool(2).run(_ask, config, [60.0] + [0.5] * 2000)
     assert here["due"] == there["due"]
     saved = [60.0, *here["times"]]  # the first interval begins after the first step
-    gaps = [now - before for before, now in zip(saved, saved[1:], strict=False)]
+    gaps = [now - before for before, now in pairwise(saved)]
     assert len(gaps) > 8
     assert all(100 <= gap <= 100 * 33 / 32 for gap in gaps), "late by a thirty-second at most"
     assert here["met"] == there["met"]

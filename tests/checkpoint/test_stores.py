@@ -9,34 +9,31 @@ import os
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.support import s3
-from tests.support.checkpoints import MANIFEST, SHARD, options
+from tests.support.checkpoints import MANIFEST, options, write
 from tests.support.locks import compete
 from tests.support.pool import free_port
 from tests.support.processes import python
 from titanlite.assembly.folders import lock_folders
 from titanlite.checkpoint.manifest import CheckpointError, find, steps_in
-from titanlite.checkpoint.retention import Deleter, begin, clear_leftovers, prune, publish
+from titanlite.checkpoint.retention import Deleter, clear_leftovers, prune
 from titanlite.checkpoint.store_paths import StoreError, StorePath, entries, to_path
+from titanlite.config.checks import missing_packages
 from titanlite.config.load import load
 from titanlite.config.sections import Checkpoint
 from titanlite.runs.lock import LockedError, RunLock
 
 
 def test_urls_that_cannot_work_are_refused_with_the_config(monkeypatch):
-    from titanlite.config.checks import missing_packages
-
     def refused(*urls):
         keys = ("checkpoint.folder", "checkpoint.initial_load_path")
         flags = [f"--{key}={url}" for key, url in zip(keys, urls, strict=False)]
-        return "\n".join(
-            map(str, missing_packages(load(["--checkpoint.enable_checkpoint", *flags])))
-        )
+        config = load(["--checkpoint.enable_checkpoint", *flags])
+        return "\n".join(map(str, missing_packages(config)))
 
     assert refused("s3://bucket/run", "s3://bucket/other") == ""
     assert refused("file:///tmp/x") == ""
@@ -86,24 +83,20 @@ def _refused(url: str, folder: Path) -> str:
 @pytest.mark.slow
 def test_no_bucket_no_server_and_no_credentials_are_named(bucket, tmp_path, monkeypatch):
     nowhere = "s3://no-such-bucket/run"
-    assert f"checkpoint.folder: {nowhere}: there is no bucket s3://no-such-bucket" == _refused(
-        nowhere, tmp_path
-    )
-    s3.use(
-        monkeypatch,
-        {"AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{free_port()}", "AWS_MAX_ATTEMPTS": "1"},
-    )
-    assert f"checkpoint.folder: {bucket.root}: the store cannot be reached" in _refused(
-        bucket.root, tmp_path
-    )
+    there_is_none = f"checkpoint.folder: {nowhere}: there is no bucket s3://no-such-bucket"
+    assert _refused(nowhere, tmp_path) == there_is_none
+    closed = {"AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{free_port()}", "AWS_MAX_ATTEMPTS": "1"}
+    s3.use(monkeypatch, closed)
+    unreached = f"checkpoint.folder: {bucket.root}: the store cannot be reached"
+    assert unreached in _refused(bucket.root, tmp_path)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     files = dict.fromkeys(("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"), "/nowhere")
-    endpoint = {
-        "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{bucket.port}",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }
-    s3.use(monkeypatch, {**files, **endpoint})
+    endpoint = bucket.environment["AWS_ENDPOINT_URL_S3"]
+    s3.use(
+        monkeypatch,
+        {**files, "AWS_ENDPOINT_URL_S3": endpoint, "AWS_EC2_METADATA_DISABLED": "true"},
+    )
     with pytest.raises(StoreError, match="no credentials .* set AWS_ACCESS_KEY_ID"):
         bucket.path.is_dir()
 
@@ -136,15 +129,11 @@ def test_saves_work_and_old_checkpoints_stay(locked):
     deleter = Deleter()
     for step in (2, 4, 6):
         clear_leftovers(locked, step, deleter)
-        folder: Any = begin(locked, step)
-        (folder / "shard").write_bytes(SHARD)
-        publish(folder, replace(MANIFEST, step=step, validation_loss=1.0))
+        write(locked, step, validation_loss=1.0)
         with pytest.raises(StoreError, match="access denied") if step > 2 else nullcontext():
             deleter.delete(prune(locked, step, options(locked, keep_latest_k=1)))
         assert deleter.wait(60)
-        found = find(locked)
-        assert found.manifest is not None
-        assert (found.manifest.step, found.passed) == (step, [])
+        assert find(locked) == (replace(MANIFEST, step=step, validation_loss=1.0), [])
     assert steps_in(locked) == [2, 4, 6]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from titanlite.checkpoint.resume import save_seed
 from titanlite.cli.hub.compare_checkpoints import Contents
 from titanlite.data.loader import TrainLoader
 from titanlite.dist.dist_env import DistEnv
+from titanlite.runs.read_jsonl import read_lines
 
 SEED = "--checkpoint.create_seed_checkpoint"
 
@@ -98,13 +98,14 @@ def test_a_run_from_the_seed_is_a_fresh_run_bit_for_bit(pool, tmp_path, ranks, d
     here = pool(ranks).run(train_run, str(seeded), *flags)[0]
     there = pool(ranks).run(train_run, str(fresh), *flags)[0]
     assert _said(here, "resumed from step 0")
-    assert losses_of(here["rows"]) == losses_of(there["rows"])
-    assert sorted(losses_of(here["rows"])) == [1, 2, 3]
+    losses = losses_of(here["rows"])
+    assert losses == losses_of(there["rows"])
+    assert sorted(losses) == [1, 2, 3]
     sides = root / "step-3", fresh / "checkpoint" / "step-3"
     assert unequal(*sides) == []
-    seeded_train, fresh_train = (read_manifest(side).train for side in sides)
+    left, right = (read_manifest(side).train for side in sides)
     for key in ("data", "tokens_seen", "global_batch"):
-        assert seeded_train[key] == fresh_train[key]
+        assert left[key] == right[key]
 
 
 @pytest.fixture(scope="module")
@@ -153,9 +154,7 @@ def test_a_skipped_batch_is_found(pool, left, tmp_path):
 def test_schedule_and_text_can_begin_anew(pool, left, tmp_path):
     anew = "--checkpoint.exclude_from_loading=lr_scheduler,dataloader"
     found = _resume(pool, 2, left, tmp_path / "run", anew, "--checkpoint.interval=5")
-    before = losses_of(
-        json.loads(line) for line in (left / "metrics.jsonl").read_text().splitlines()
-    )  # type: ignore[arg-type]
+    before = losses_of(read_lines(left / "metrics.jsonl"))
     now = losses_of(found["rows"])
     assert [now[step][2] for step in (5, 6)] == [before[step][2] for step in (1, 2)]
     assert any("but with new schedule, text" in line for line in found["said"])
