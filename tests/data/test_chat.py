@@ -5,7 +5,6 @@ name the record.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.hf import bundled_as_json
-from tests.support.texts import LLAMA3
+from tests.support.texts import LLAMA3, TOKENIZER
 from titanlite import exit_codes
 from titanlite.cli import main as cli
 from titanlite.config.data_sections import Data, DataSource
@@ -60,10 +59,12 @@ CHATS = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer as transformers saves it, with the template beside it."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
-    theirs = PreTrainedTokenizerFast(tokenizer_object=bundled_as_json(), **names)
-    theirs.chat_template = LLAMA3
-    theirs.save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=bundled_as_json(),
+        bos_token="<|begin_of_text|>",
+        eos_token="<|end_of_text|>",
+        chat_template=LLAMA3,
+    ).save_pretrained(folder)
     return folder
 
 
@@ -85,9 +86,7 @@ def test_a_template_without_marks_has_the_ids_of_transformers_and_targets_of_tur
 
 def rows(path: Path, folder: Path, **data: Any) -> Any:
     tokenizer = load_tokenizer(str(folder))
-    training = Training(
-        dataset_path=str(path), seq_len=32, epochs=None if data.get("streaming") else 1
-    )
+    training = Training(dataset_path=str(path), seq_len=32)
     return TextReader(Data(shuffle=False, **data), tokenizer, tokenizer.vocab_size).train(training)
 
 
@@ -101,21 +100,20 @@ def test_files_streams_and_prepared_tokens_have_the_same_targets(folder, tmp_pat
     words = ["--out", str(out), "--tokenizer", str(folder), "--messages-key=messages"]
     assert cli.main(["data", "prepare", str(lines), *words]) == 0
     tokenizer = load_tokenizer(str(folder))
-    encoded = [
-        encode_chat(load_template(None, tokenizer).render(chat, ""), tokenizer) for chat in chats
-    ]
-    ids, mask = (np.concatenate(parts) for parts in zip(*encoded, strict=True))
+    template = load_template(None, tokenizer)
+    encoded = [encode_chat(template.render(chat, ""), tokenizer) for chat in chats]
+    ids, mask = map(np.concatenate, zip(*encoded, strict=True))
     labels = np.where(mask, ids, IGNORE)[1:]
     asked = {"messages_key": "messages"}
     sources = {"source": [DataSource(path=str(lines), messages_key="messages")]}
     kinds = [rows(lines, folder, **asked), rows(table, folder, **asked), rows(out, folder, **asked)]
     kinds += [rows(lines, folder, streaming=True, lanes=1, **asked), rows(lines, folder, **sources)]
     for found in kinds:
-        got = [found.sequence(n) for n in range(len(labels) // 32)]
-        assert np.concatenate([row.tokens for row in got]).tolist() == ids[: 32 * len(got)].tolist()
-        assert (
-            np.concatenate([row.labels for row in got]).tolist() == labels[: 32 * len(got)].tolist()
-        )
+        for n in range(len(labels) // 32):
+            row = found.sequence(n)
+            place = slice(32 * n, 32 * n + 32)
+            assert row.tokens.tolist() == ids[place].tolist()
+            assert row.labels.tolist() == labels[place].tolist()
     (tmp_path / "other.jinja").write_text(MARKED)
     with pytest.raises(DataError, match=r"data\.chat_template, .* is prepared with another"):
         rows(out, folder, chat_template=str(tmp_path / "other.jinja"), **asked)
@@ -148,12 +146,11 @@ def test_files_streams_and_prepared_tokens_have_the_same_targets(folder, tmp_pat
 def test_errors_name_file_and_record(folder, tmp_path, messages, source, said):
     path = tmp_path / "a.jsonl"
     template = tmp_path / "own.jinja"
-    path.write_text("".join(json.dumps({"chat": chat}) + "\n" for chat in (CHATS[0], messages)))
+    # The other templates refuse a good record, too.
+    first = json.dumps({"chat": CHATS[0]}) * (source == LLAMA3)
+    path.write_text(f"{first}\n{json.dumps({'chat': messages})}\n")
     template.write_text(source)
-    line = 1 if messages == CHATS[0] else 2
-    if source == FORGETFUL:
-        path.write_text("\n" + json.dumps({"chat": messages}) + "\n")
-    with pytest.raises(DataError, match=f"a.jsonl, line {line}: .*{said}"):
+    with pytest.raises(DataError, match=f"a.jsonl, line 2: .*{said}"):
         rows(path, folder, messages_key="chat", chat_template=str(template))
 
 
@@ -222,12 +219,11 @@ def test_templates_that_write_the_date_have_that_of_the_run(folder, tmp_path, ca
     found = rows(lines, folder, template_date="2025-02-03", **asked)
     text = load_tokenizer(str(folder)).decode(found.corpus.read(0, 12).tolist())
     assert text.startswith("03 February 2025<|begin_of_text|>")
-    words = ["--tokenizer", str(folder), "--messages-key=messages", "--out", str(out)]
-    words += [f"--chat-template={template}"]
-    assert cli.main(["data", "prepare", str(lines), *words]) == exit_codes.CONFIG
+    words = ["data", "prepare", str(lines), "--tokenizer", str(folder), "--out", str(out)]
+    words += ["--messages-key=messages", f"--chat-template={template}"]
+    assert cli.main(words) == exit_codes.CONFIG
     assert "set --template-date" in capsys.readouterr().err
-    words.append("--template-date=2025-02-03")
-    assert cli.main(["data", "prepare", str(lines), *words]) == 0
+    assert cli.main([*words, "--template-date=2025-02-03"]) == 0
     # The date of a folder holds where the config names the template alone.
     prepared = rows(out, folder, **asked)
     assert prepared.sequence(0).tokens.tolist() == found.sequence(0).tokens.tolist()
@@ -239,24 +235,21 @@ def test_templates_that_write_the_date_have_that_of_the_run(folder, tmp_path, ca
 
 def test_another_template_is_another_file_of_kept_tokens(tmp_path):
     path = tmp_path / "a.jsonl"
-    tokenizer = load_tokenizer()
     path.write_text("{}\n")
-    chats = [None, ChatTemplate("a"), ChatTemplate("b")]
-    stamps = {
-        _Text([path], tokenizer, 2304, Columns("text", chat=chat), "auto").stamp() for chat in chats
-    }
-    prints = {TextFiles(("a.jsonl",), Columns("text", chat=chat)).fingerprint("") for chat in chats}
+    found = [Columns("text", chat=chat) for chat in (None, ChatTemplate("a"), ChatTemplate("b"))]
+    stamps = {_Text([path], TOKENIZER, 2304, columns, "auto").stamp() for columns in found}
+    prints = {TextFiles(("a.jsonl",), columns).fingerprint("") for columns in found}
     assert len(stamps) == len(prints) == 3
 
 
 def test_templates_that_are_not_there(folder, tmp_path):
     with pytest.raises(DataError, match=r"brings no chat template .*; name a Jinja file"):
-        load_template(None, load_tokenizer())
+        load_template(None, TOKENIZER)
     (tmp_path / "bad.jinja").write_text("\n{% if %}")
     with pytest.raises(DataError, match=r"^--chat-template: .*bad\.jinja, line 2: "):
-        load_template(str(tmp_path / "bad.jinja"), load_tokenizer(), "--chat-template")
+        load_template(str(tmp_path / "bad.jinja"), TOKENIZER, "--chat-template")
     with pytest.raises(DataError, match="none.jinja cannot be read"):
-        load_template(str(tmp_path / "none.jinja"), load_tokenizer())
+        load_template(str(tmp_path / "none.jinja"), TOKENIZER)
     with pytest.raises(ConfigError, match=r"data: has messages_key and text_key"):
         load_config("debug_model.toml", 1, ["--data.messages_key=x", "--data.text_key=y"])
 
@@ -265,7 +258,7 @@ def test_templates_that_are_not_there(folder, tmp_path):
 
 
 TALKS = [
-    [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Good day, sir."}],
+    CHATS[0],
     [
         {"role": "system", "content": "  Be brief — cafe\u0301, 日本語.\n"},
         {"role": "user", "content": " 1 + 1?   "},
@@ -279,10 +272,6 @@ TURNS = (
     "{{ bos_token }}{% for m in messages %}HEAD{% if m.role == 'assistant' %}{% generation %}"
     "{{ m.content }}END{% endgeneration %}{% else %}{{ m.content }}END{% endif %}{% endfor %}"
 )
-CHATML = ("<|im_start|>{{ m.role }}\n", "<|im_end|>\n")
-PHI = ("<|{{ m.role }}|>\n", "<|end|>\n")
-LLAMA = ("<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n", "<|eot_id|>")
-MISTRAL = ("{{ '' if m.role == 'assistant' else '[INST]' }}", "</s>")
 REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 PREPEND = {"type": "Prepend", "prepend": "▁"}
 QWEN = (
@@ -291,15 +280,9 @@ QWEN = (
 )
 
 
-def of_bytes(**changed: Any) -> dict[str, Any]:
-    return {**json.loads(bundled_as_json().to_str()), "added_tokens": [], **changed}
-
-
-def of_pieces(**changed: Any) -> dict[str, Any]:
-    tokenizer = load_tokenizer(str(BUNDLED_SENTENCEPIECE))
-    content = as_tokenizer_json(BUNDLED_SENTENCEPIECE.read_bytes(), "sentencepiece", tokenizer)
-    # </s> in a user's text is the token, and those of Phi-3 take the spaces behind it.
-    return {**json.loads(content), "added_tokens": [], "post_processor": None, **changed}
+def json_of(file: Path, kind: Any) -> bytes:
+    """The tokenizer.json of a tokenizer file of another kind."""
+    return as_tokenizer_json(file.read_bytes(), kind, load_tokenizer(str(file)))
 
 
 def with_tokens(parsed: dict[str, Any], *names: str, **flags: Any) -> dict[str, Any]:
@@ -314,7 +297,10 @@ def with_tokens(parsed: dict[str, Any], *names: str, **flags: Any) -> dict[str, 
 
 
 def phi3() -> dict[str, Any]:
-    parsed = of_pieces(normalizer={"type": "Sequence", "normalizers": [PREPEND, REPLACE]})
+    parsed = json.loads(json_of(BUNDLED_SENTENCEPIECE, "sentencepiece"))
+    parsed |= {"added_tokens": [], "post_processor": None}
+    parsed["normalizer"] = {"type": "Sequence", "normalizers": [PREPEND, REPLACE]}
+    # </s> in a user's text is the token, and those of Phi-3 take the spaces behind it.
     with_tokens(parsed, "<unk>", "<s>", "<|end|>")
     with_tokens(parsed, "</s>", rstrip=True, special=False)
     return with_tokens(parsed, "<|system|>", "<|user|>", "<|assistant|>", rstrip=True)
@@ -324,44 +310,44 @@ def qwen() -> dict[str, Any]:
     plain = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     cut = {"pattern": {"Regex": QWEN}, "behavior": "Isolated", "invert": False}
     steps = [{"type": "Split", **cut}, {"type": "ByteLevel", **plain}]
-    parsed = of_bytes(
-        normalizer={"type": "NFC"}, pre_tokenizer={"type": "Sequence", "pretokenizers": steps}
-    )
+    parsed = json.loads(bundled_as_json().to_str())
+    parsed |= {"added_tokens": [], "normalizer": {"type": "NFC"}}
+    parsed["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
     with_tokens(parsed, "<s>", "</s>", "<|im_start|>", "<|im_end|>")
     return with_tokens(parsed, "<tool_call>", special=False)
 
 
-KINDS: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, str]]] = {
-    "phi3": (phi3, PHI),
-    "qwen": (qwen, CHATML),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_tokenizer_json_gives_ids_and_masks_of_transformers(kind, tmp_path):
-    make, (head, end) = KINDS[kind]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(make()))
-    compare(tmp_path, tmp_path / "tokenizer.json", TURNS.replace("HEAD", head).replace("END", end))
-
-
-@pytest.mark.parametrize("kind", ["tiktoken", "sentencepiece"])
-def test_files_of_other_kinds_give_those_of_their_tokenizer_json(kind, tmp_path):
-    file = {"tiktoken": BUNDLED_TOKENIZER, "sentencepiece": BUNDLED_SENTENCEPIECE}[kind]
-    ours = load_tokenizer(str(file))
-    made = as_tokenizer_json(file.read_bytes(), kind, ours)
-    (tmp_path / "tokenizer.json").write_bytes(made)
-    head, end = LLAMA if kind == "tiktoken" else MISTRAL
-    compare(tmp_path, file, TURNS.replace("HEAD", head).replace("END", end))
-
-
-def compare(folder: Path, file: Path, source: str) -> None:
-    """Compare conversations by the tokenizer of a file, and by transformers from a folder."""
-    template = folder / "own.jinja"
+@pytest.mark.parametrize(
+    ("kind", "file", "head", "end"),
+    [
+        (phi3, None, "<|{{ m.role }}|>\n", "<|end|>\n"),
+        (qwen, None, "<|im_start|>{{ m.role }}\n", "<|im_end|>\n"),
+        (
+            "tiktoken",
+            BUNDLED_TOKENIZER,
+            "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n",
+            "<|eot_id|>",
+        ),
+        (
+            "sentencepiece",
+            BUNDLED_SENTENCEPIECE,
+            "{{ '' if m.role == 'assistant' else '[INST]' }}",
+            "</s>",
+        ),
+    ],
+)
+def test_ids_and_masks_are_those_of_transformers_with_the_tokenizer_json(
+    tmp_path, kind, file, head, end
+):
+    made = tmp_path / "tokenizer.json"
+    made.write_bytes(json_of(file, kind) if file else json.dumps(kind()).encode())
+    source = TURNS.replace("HEAD", head).replace("END", end)
+    template = tmp_path / "own.jinja"
     template.write_text(source)
-    ours = load_tokenizer(str(file))
+    ours = load_tokenizer(str(file or made))
     names = {number: name for name, number in ours.special_tokens.items()}
     theirs = PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"),
+        tokenizer_file=str(made),
         bos_token=names[ours.bos_id],
         eos_token=names[ours.eos_id],
         chat_template=source,
@@ -396,36 +382,22 @@ def tokens_within(text: str, theirs: PreTrainedTokenizerFast) -> list[bool]:
 # Prompts
 
 
-TOKENIZER = load_tokenizer()
-SFT = list_files(BUNDLED["sft_test"])
-PAIRS = [json.loads(line) for line in SFT[0].read_text().splitlines()]
-SEQ_LEN = 64
-
-
-def by_hand() -> tuple[list[int], list[bool]]:
-    """All tokens of the bundled pairs, and whether each is a target."""
+def test_labels_are_those_of_completions_and_their_eos():
     tokens: list[int] = []
-    targets: list[bool] = []
-    for pair in PAIRS:
+    expected: list[int] = []
+    for line in list_files(BUNDLED["sft_test"])[0].read_text().splitlines():
+        pair = json.loads(line)
         prompt = TOKENIZER.encode(pair["prompt"], bos=True)
         completion = TOKENIZER.encode(pair["completion"], eos=True)
         tokens += prompt + completion
-        targets += [False] * len(prompt) + [True] * len(completion)
-    return tokens, targets
-
-
-def test_labels_are_those_of_completions_and_their_eos():
-    tokens, targets = by_hand()
-    training = Training(dataset="sft_test", seq_len=SEQ_LEN, epochs=2)
+        expected += [IGNORE] * len(prompt) + completion
+    training = Training(dataset="sft_test", seq_len=64, epochs=2)
     dataset: Any = TextReader(Data(shuffle=False), TOKENIZER, TOKENIZER.vocab_size).train(training)
     labels = [row.labels for row in map(dataset.sequence, range(dataset.total_sequences))]
-    expected = [
-        token if target else IGNORE for token, target in zip(tokens, targets, strict=True)
-    ] * 2
-    found = np.concatenate(labels)[: len(expected) - 1].tolist()
-    assert found == expected[1:]  # the label at p is token p + 1
+    found = np.concatenate(labels)[: 2 * len(expected) - 1].tolist()
+    assert found == (2 * expected)[1:]  # the label at p is token p + 1
     assert 0 < sum(label != IGNORE for label in found) < len(found) / 2
-    assert dataset.sequence(0).tokens.tolist() == tokens[:SEQ_LEN]
+    assert dataset.sequence(0).tokens.tolist() == tokens[:64]
 
 
 def test_threads_chunks_and_caches_keep_targets(tmp_path, monkeypatch):
@@ -433,11 +405,16 @@ def test_threads_chunks_and_caches_keep_targets(tmp_path, monkeypatch):
     path = tmp_path / "mixed.jsonl"
     lines = [{"q": "" if i % 3 else f"ask {i}", "a": f"say {i}"} for i in range(60)]
     path.write_text("".join(json.dumps(row) + "\n" for row in lines))
-    columns = Columns("a", "q")
 
     def read(cache="off", workers=0):
-        size = TOKENIZER.vocab_size
-        return load_corpus([path], TOKENIZER, size, workers=workers, cache=cache, columns=columns)
+        return load_corpus(
+            [path],
+            TOKENIZER,
+            TOKENIZER.vocab_size,
+            workers=workers,
+            cache=cache,
+            columns=Columns("a", "q"),
+        )
 
     whole = read()
     firsts = whole.targets[whole.offsets[:-1]]
