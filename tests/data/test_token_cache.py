@@ -17,14 +17,13 @@ import numpy as np
 import pytest
 
 from tests.support.texts import write_texts
+from tests.support.token_folders import SIZE, TOKENIZER
 from titanlite.data import DataError, token_cache, tokenize_files
 from titanlite.data.text_files import BUNDLED, Record, iter_records, list_files
 from titanlite.data.token_cache import load_corpus
 from titanlite.data.tokenize_files import Corpus, tokenize
-from titanlite.data.tokenizer import BUNDLED_TOKENIZER, Tokenizer, load_tokenizer
+from titanlite.data.tokenizer import BUNDLED_TOKENIZER, Tokenizer
 from titanlite.data.tokenizer.tiktoken_ranks import TiktokenTokenizer, parse_ranks
-
-TOKENIZER = load_tokenizer()
 
 
 @pytest.fixture
@@ -38,24 +37,20 @@ def cache(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of threads of each tokenization, as they happen."""
     calls: list[int] = []
 
-    def counting(
-        files: Any, tokenizer: Any, vocab_size: int, workers: int = 0, *rest: Any
-    ) -> Corpus:
-        calls.append(workers)
-        return tokenize(files, tokenizer, vocab_size, workers, *rest)
+    def counting(*arguments: Any) -> Corpus:
+        calls.append(arguments[3])
+        return tokenize(*arguments)
 
     monkeypatch.setattr(token_cache, "tokenize", counting)
-    yield calls
+    return calls
 
 
-def load(
-    text: Path, cache: Path | str, vocab_size: int = TOKENIZER.vocab_size, workers: int | None = 0
-) -> Corpus:
-    return load_corpus([text], TOKENIZER, vocab_size, workers=workers, cache=str(cache))
+def load(text: Path, cache: Path | str, vocab_size: int = SIZE) -> Corpus:
+    return load_corpus([text], TOKENIZER, vocab_size, workers=0, cache=str(cache))
 
 
 def same(a: Corpus, b: Corpus) -> bool:
@@ -73,7 +68,7 @@ def names(cache: Path) -> list[str]:
 
 
 def test_a_second_start_reads_no_text(text, cache, counted):
-    plain = tokenize([text], TOKENIZER, TOKENIZER.vocab_size)
+    plain = tokenize([text], TOKENIZER, SIZE)
     for _ in range(2):
         found = load(text, cache)
         assert same(found, plain)
@@ -88,8 +83,7 @@ def test_another_text_vocabulary_or_time_is_another_file(text, cache, counted):
     content = text.read_text()
     text.write_text(content.replace("some", "same"))  # as long, and set back in time
     os.utime(text, ns=(seen.st_atime_ns, seen.st_mtime_ns))
-    found = load(text, cache)
-    assert same(found, tokenize([text], TOKENIZER, TOKENIZER.vocab_size))
+    assert same(load(text, cache), tokenize([text], TOKENIZER, SIZE))
     assert load(text, cache, 128_256).tokens.dtype == np.uint32
     assert len(counted) == 3
     assert names(cache) == [".tokens"] * 3
@@ -97,27 +91,17 @@ def test_another_text_vocabulary_or_time_is_another_file(text, cache, counted):
         load(text.with_name("gone.jsonl"), cache)
 
 
-def _flip(at: int) -> Callable[[Path], None]:
-    def damage(path: Path) -> None:
-        content = bytearray(path.read_bytes())
-        content[at] ^= 1
-        path.write_bytes(content)
-
-    return damage
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        *(_flip(at) for at in (0, 40, -1)),
-        lambda path: os.truncate(path, path.stat().st_size - 2),
-    ],
-)
-def test_a_damaged_file_is_replaced(text, cache, counted, damage, logged):
+@pytest.mark.parametrize("flipped", [0, 40, -1, None])
+def test_a_damaged_file_is_replaced(text, cache, counted, flipped, logged):
     plain = load(text, "off")
     load(text, cache)
     (path,) = cache.iterdir()
-    damage(path)
+    content = bytearray(path.read_bytes())
+    if flipped is None:
+        del content[-2:]
+    else:
+        content[flipped] ^= 1
+    path.write_bytes(content)
     assert same(load(text, cache), plain)
     assert "is damaged" in logged()
     assert same(load(text, cache), plain)
@@ -200,11 +184,8 @@ TEXTS = [f"the number {n}" for n in range(40)]
 
 
 def tokenizing_threads() -> list[str]:
-    return [
-        thread.name
-        for thread in threading.enumerate()
-        if thread.name.startswith("titanlite-tokenize")
-    ]
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith("titanlite-tokenize")]
 
 
 def encoding(encode: Callable[[Tokenizer, str], np.ndarray | None]) -> Tokenizer:
@@ -221,31 +202,29 @@ def encoding(encode: Callable[[Tokenizer, str], np.ndarray | None]) -> Tokenizer
 @pytest.mark.parametrize("workers", [1, 3])
 def test_threads_give_the_same_corpus_as_the_plain_way(workers, monkeypatch):
     files = list_files(BUNDLED["c4_validation"])
-    one = tokenize(files, TOKENIZER, TOKENIZER.vocab_size)
+    one = tokenize(files, TOKENIZER, SIZE)
     assert one.tokens.tolist() == [
         i for r in iter_records(files) for i in TOKENIZER.encode(r.text, bos=True, eos=True)
     ]
     monkeypatch.setattr(tokenize_files, "_CHUNK", 2000)
-    many = tokenize(files, TOKENIZER, TOKENIZER.vocab_size, workers)
-    assert np.array_equal(many.tokens, one.tokens)
-    assert np.array_equal(many.offsets, one.offsets)
+    many = tokenize(files, TOKENIZER, SIZE, workers)
+    assert same(many, one)
     assert (many.tokens.dtype, many.offsets.dtype) == (np.uint16, np.int64)
-    assert (many.fingerprint, many.pad_id, many.files) == (one.fingerprint, one.pad_id, one.files)
     assert tokenizing_threads() == []
 
 
 @pytest.mark.parametrize(("workers", "chunk"), [(0, 100), (3, 1), (3, 1 << 20)])
 @pytest.mark.parametrize(
-    ("marks", "raw", "first"),
+    ("marked", "first"),
     [
-        ([30], {12: "{"}, "a.jsonl, line 12: not valid JSON"),
-        ([11], {12: "{"}, "a.jsonl, line 11: token id 3000 is outside"),
+        (30, "a.jsonl, line 12: not valid JSON"),
+        (11, "a.jsonl, line 11: token id 3000 is outside"),
     ],
 )
 def test_the_first_error_in_the_file_is_the_one_that_is_named(
-    tmp_path, monkeypatch, workers, chunk, marks, raw, first
+    tmp_path, monkeypatch, workers, chunk, marked, first
 ):
-    """A "!" has an id beyond the vocabulary, and all other texts are slow."""
+    """A "!" has an id beyond the vocabulary, line 12 is cut, and all other texts are slow."""
 
     def encode(tokenizer, text):
         if "!" in text:
@@ -254,15 +233,10 @@ def test_the_first_error_in_the_file_is_the_one_that_is_named(
         return None
 
     monkeypatch.setattr(tokenize_files, "_CHUNK", chunk)
-    texts = [text + "!" * (n in marks) for n, text in enumerate(TEXTS, start=1)]
-    with pytest.raises(DataError) as caught:
-        tokenize(
-            [write_texts(tmp_path / "a.jsonl", texts, raw)],
-            encoding(encode),
-            TOKENIZER.vocab_size,
-            workers,
-        )
-    assert first in str(caught.value)
+    texts = [text + "!" * (n == marked) for n, text in enumerate(TEXTS, start=1)]
+    file = write_texts(tmp_path / "a.jsonl", texts, {12: "{"})
+    with pytest.raises(DataError, match=first):
+        tokenize([file], encoding(encode), SIZE, workers)
     assert tokenizing_threads() == []
 
 
@@ -283,5 +257,5 @@ def test_threads_end_with_an_interrupt_or_an_error(tmp_path, monkeypatch, tokeni
     monkeypatch.setattr(tokenize_files, "_CHUNK", 1)
     monkeypatch.setattr(tokenize_files, "iter_records", read)
     with pytest.raises(error):
-        tokenize([write_texts(tmp_path / "a.jsonl", TEXTS)], tokenizer, TOKENIZER.vocab_size, 3)
+        tokenize([write_texts(tmp_path / "a.jsonl", TEXTS)], tokenizer, SIZE, 3)
     assert tokenizing_threads() == []

@@ -70,9 +70,8 @@ def test_ids_are_those_of_transformers_and_of_sentencepiece(llama2):
     records = iter_records(BUNDLED["c4_validation"])
     texts = [*TEXTS, *(record.text for record in itertools.islice(records, 40))]
     theirs = transformers.AutoTokenizer.from_pretrained(llama2)
-    for text, wanted in zip(
-        texts, theirs(texts, add_special_tokens=False)["input_ids"], strict=True
-    ):
+    for text in texts:
+        wanted = theirs(text, add_special_tokens=False)["input_ids"]
         assert ours.encode(text) == wanted
         # transformers puts no second space before a first one: its own choice, in the file.
         if not text.startswith(" "):
@@ -150,43 +149,39 @@ def test_unknown_bos_and_eos_are_refused(tmp_path, beside, words):
 
 
 IN_CONFIG = {"content": "<|x|>", "normalized": False, "special": True}
-#: Files beside a vocabulary of 8 words, none of which is an added token: as torchtitan's test
+#: Configs beside a vocabulary of 8 words, none of which is an added token: as torchtitan's test
 #: tokenizer has them, whose ids in the config are none; and plain names.
 ADDING = {
     "torchtitan": {
-        "tokenizer_config": {
-            "added_tokens_decoder": {
-                "128001": IN_CONFIG | {"content": "<|end|>"},
-                "128000": IN_CONFIG | {"content": "<|begin|>"},
-                "5": IN_CONFIG | {"content": "E"},
-                "6": IN_CONFIG | {"content": "plain", "special": False},
-            },
-            "bos_token": "<|begin|>",
-            "eos_token": "<|end|>",
-            "img_token": "<|image|>",
-            "pad_token": "E",
-            "add_bos_token": True,
-        }
+        "added_tokens_decoder": {
+            "128001": IN_CONFIG | {"content": "<|end|>"},
+            "128000": IN_CONFIG | {"content": "<|begin|>"},
+            "5": IN_CONFIG | {"content": "E"},
+            "6": IN_CONFIG | {"content": "plain", "special": False},
+        },
+        "bos_token": "<|begin|>",
+        "eos_token": "<|end|>",
+        "img_token": "<|image|>",
+        "pad_token": "E",
+        "add_bos_token": True,
     },
     "names": {
-        "tokenizer_config": {
-            "additional_special_tokens": ["<|call|>", "B"],
-            "cls_token": "<cls>",
-            "pad_token": "<pad>",
-            "unk_token": "?",
-            "eos_token": {"__type": "AddedToken", **IN_CONFIG, "content": "<|end|>"},
-            "bos_token": "<|begin|>",
-        }
+        "additional_special_tokens": ["<|call|>", "B"],
+        "cls_token": "<cls>",
+        "pad_token": "<pad>",
+        "unk_token": "?",
+        "eos_token": {"__type": "AddedToken", **IN_CONFIG, "content": "<|end|>"},
+        "bos_token": "<|begin|>",
     },
 }
 
 
 @pytest.mark.parametrize("kind", ADDING)
 def test_tokens_of_the_files_beside_get_the_ids_of_transformers(tmp_path, kind):
-    path = write_words(tmp_path, *WORDS, **ADDING[kind])
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    path = write_words(tmp_path, *WORDS)
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({**ADDING[kind], "tokenizer_class": "PreTrainedTokenizerFast"})
+    )
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ours = load(path)
     assert (ours.vocab_size, ours.bos_id, ours.eos_id) == (
