@@ -18,15 +18,11 @@ from titanlite.data.batch_hash import batch_hash
 from titanlite.data.best_fit import BestFitDataset
 from titanlite.data.dataset_builder import TextReader
 from titanlite.data.loader import Batch, TrainLoader
-from titanlite.data.rows import IGNORE, Row, max_documents
+from titanlite.data.rows import IGNORE, max_documents
 from titanlite.data.sequences import PackedDataset
 from titanlite.data.text_files import BUNDLED
 from titanlite.data.tokenize_files import Corpus
 from titanlite.data.tokenizer import load_tokenizer
-
-
-def rows(dataset: PackedDataset, first: int, end: int) -> list[Row]:
-    return [dataset.sequence(i) for i in range(first, end)]
 
 
 def ends(corpus: Corpus) -> set[int]:
@@ -48,7 +44,7 @@ def test_each_epoch_serves_every_token_once_and_each_predicts_the_next_of_its_do
     assert dataset.total_sequences == 2 * size
     for epoch in (0, 1):
         served: list[int] = []
-        for row in rows(dataset, epoch * size, (epoch + 1) * size):
+        for row in map(dataset.sequence, range(epoch * size, (epoch + 1) * size)):
             assert row.documents is not None
             real = row.tokens != corpus.pad_id
             assert (row.labels[~real] == IGNORE).all()

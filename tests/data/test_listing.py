@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.hub_server import HubServer
 from tests.support.processes import ROOT
-from tests.support.texts import CLONE, write_files
+from tests.support.texts import CLONE, TOKENIZER, write_files
 from titanlite.config.data_sections import Data, DataSource, Validation
 from titanlite.config.sections import Training
 from titanlite.data import DataError
@@ -25,9 +25,6 @@ from titanlite.data.sequences import PackedDataset
 from titanlite.data.split_names import split_of
 from titanlite.data.stream_files import url_text
 from titanlite.data.text_files import iter_records
-from titanlite.data.tokenizer import load_tokenizer
-
-TOKENIZER = load_tokenizer()
 
 
 def read(folder: Path | str, **keys: object) -> list[str]:
@@ -39,8 +36,7 @@ def read(folder: Path | str, **keys: object) -> list[str]:
     assert isinstance(rows, PackedDataset)
     assert rows.listing is not None
     places = itertools.pairwise(rows.corpus.offsets.tolist())
-    texts = [rows.corpus.read(begin, end)[1:-1].tolist() for begin, end in places]
-    return [TOKENIZER.decode(ids) for ids in texts]
+    return [TOKENIZER.decode(rows.corpus.read(*place)[1:-1].tolist()) for place in places]
 
 
 def refused(
@@ -82,22 +78,22 @@ def test_a_clone_of_a_data_set_trains_on_the_split_that_is_named(tmp_path):
     assert read(clone) == TRAIN
 
 
-FOLDERS = [
-    (["train.jsonl", "validation.jsonl", "test.jsonl"], "of several splits"),
-    (["a.parquet", "b.parquet", "sample.jsonl"], "of several kinds"),
-    (["a.txt", "b.txt", "below/c.txt", "below/deeper/d.txt"], "on two levels"),
-    (
-        ["a.jsonl", "data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"],
-        "of several splits and",
-    ),
-    (
-        ["my [corpus]/x-test.txt", "my [corpus]/x-train.txt", "my [corpus]/y-train.txt"],
-        "of several splits",
-    ),
-]
-
-
-@pytest.mark.parametrize(("names", "why"), FOLDERS)
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        (["train.jsonl", "validation.jsonl", "test.jsonl"], "of several splits"),
+        (["a.parquet", "b.parquet", "sample.jsonl"], "of several kinds"),
+        (["a.txt", "b.txt", "below/c.txt", "below/deeper/d.txt"], "on two levels"),
+        (
+            ["a.jsonl", "data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"],
+            "of several splits and",
+        ),
+        (
+            ["my [corpus]/x-test.txt", "my [corpus]/x-train.txt", "my [corpus]/y-train.txt"],
+            "of several splits",
+        ),
+    ],
+)
 def test_a_folder_of_several_texts_is_refused_with_its_candidates(tmp_path, names, why):
     folder = write_files(tmp_path / "a*b's", *names)
     first, *groups, last = refused(folder, "data.source[0].path")
@@ -197,15 +193,12 @@ def test_an_unchanged_folder_has_its_old_fingerprint(tmp_path):
     folder = tmp_path / "text"
     write_files(folder, "a.jsonl", "b.jsonl", "README.md")
     training = Training(dataset_path=str(folder), seq_len=8)
-    whole = TextReader(Data(), TOKENIZER, TOKENIZER.vocab_size).train(training)
-    stream = TextReader(Data(streaming=True, lanes=1), TOKENIZER, TOKENIZER.vocab_size).train(
-        training
-    )
-    assert whole.fingerprint[:16] == OLD_FINGERPRINTS[0]
-    assert stream.fingerprint[:16] == OLD_FINGERPRINTS[1]
-
-
-OLD_FINGERPRINTS = ("b67fb3e3ba8849bc", "fdf153888909e1cd")
+    for data, old in (
+        (Data(), "b67fb3e3ba8849bc"),
+        (Data(streaming=True, lanes=1), "fdf153888909e1cd"),
+    ):
+        rows = TextReader(data, TOKENIZER, TOKENIZER.vocab_size).train(training)
+        assert rows.fingerprint[:16] == old
 
 
 # Source code and markup as text
@@ -253,8 +246,8 @@ def write_all(folder: Path, files: dict[str, str]) -> Path:
     return folder
 
 
-def listed(folder: Path | str, reader: str = "source", split: str | None = None) -> Listing:
-    return list_text(Place(str(folder), "training.dataset_path", split, reader))  # type: ignore[arg-type]
+def listed(folder: Path | str, reader: str = "source") -> Listing:
+    return list_text(Place(str(folder), reader=reader))  # type: ignore[arg-type]
 
 
 def names(listing: Listing, folder: Path) -> list[str]:

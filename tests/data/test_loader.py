@@ -36,14 +36,13 @@ def rows(batches: list[Batch]) -> list[list[int]]:
 
 def steps_of(
     dataset: PackedDataset,
-    global_batch: int,
     ranks: int,
     steps: int,
     state: dict | None = None,
     skip: list = (),  # type: ignore[assignment]
 ) -> tuple[list[list], dict]:
-    """The rows of all ranks by step, and the state after them."""
-    group = loaders(dataset, global_batch, ranks, skip=skip)
+    """The rows of all ranks by step of 6 sequences, and the state after them."""
+    group = loaders(dataset, 6, ranks, skip=skip)
     for loader in group:
         loader.load_state_dict(state or {"next_sequence": 0})
     found = [sorted(sum((rows(one.next_step()) for one in group), [])) for _ in range(steps)]
@@ -69,11 +68,11 @@ def test_any_split_serves_the_sequences_of_a_step(corpus, ranks, micro):
 @pytest.mark.parametrize("stop", [0, 6, 13])
 def test_resume_on_another_number_of_ranks_equals_a_straight_run(corpus, stop, skip):
     dataset = PackedDataset(corpus, seq_len=SEQ, seed=9)  # 37.4 sequences an epoch: 6 steps
-    straight, _ = steps_of(dataset, 6, 2, 20, skip=skip)
-    first, state = steps_of(dataset, 6, 1, stop, skip=skip)
+    straight, _ = steps_of(dataset, 2, 20, skip=skip)
+    first, state = steps_of(dataset, 1, stop, skip=skip)
     if not skip:
         assert state == {"next_sequence": stop * 6}
-    rest, _ = steps_of(PackedDataset(corpus, seq_len=SEQ, seed=9), 6, 3, 20 - stop, state, skip)
+    rest, _ = steps_of(PackedDataset(corpus, seq_len=SEQ, seed=9), 3, 20 - stop, state, skip)
     assert first + rest == straight
 
 
@@ -132,7 +131,7 @@ def test_skipped_sequences_are_served_to_nobody(corpus, ranks):
     """
     dataset = PackedDataset(corpus, seq_len=SEQ, seed=2)
     wanted = [range(6), range(18, 24), [24, 25, 29, 30, 31, 32], range(33, 39)]
-    found, state = steps_of(dataset, 6, ranks, 4, skip=SKIP)
+    found, state = steps_of(dataset, ranks, 4, skip=SKIP)
     assert found == [sorted(dataset.sequence(n)[0].tolist() for n in numbers) for numbers in wanted]
     assert state == {"next_sequence": 39, "left_out": [[6, 18], [26, 29]]}
 

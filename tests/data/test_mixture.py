@@ -32,7 +32,6 @@ def located(rows: MixedRows, count: int, start: int = 0) -> list[tuple[str, int]
     ]
 
 
-@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("slots", [1, 6])
 def test_shares_are_exact_and_each_source_is_served_without_gaps(slots):
     weights = {"a": 0.7, "b": 0.2, "c": 0.1}
@@ -68,13 +67,16 @@ def test_a_run_that_is_longer_than_the_epochs_of_all_sources_is_refused(tmp_path
         sources.append(f"{{name='{name}', path='{path}', epochs=1}}")
     flags = [f"--data.source=[{', '.join(sources)}]", "--training.seq_len=16"]
     flags += ["--training.batch_size=5", "--training.warmup_steps=0", "--no-validation.enable"]
-    rows = read_datasets(load_config("debug_model.toml", 1, [*flags, "--training.steps=1"])).train
-    last, rest = divmod(rows.total_sequences, 5)
+
+    def read(steps):
+        words = [*flags, f"--training.steps={steps}"]
+        return read_datasets(load_config("debug_model.toml", 1, words)).train
+
+    last, rest = divmod(read(1).total_sequences, 5)
     assert rest > 0, "the last step is not whole"
-    read_datasets(load_config("debug_model.toml", 1, [*flags, f"--training.steps={last}"]))
-    longer = load_config("debug_model.toml", 1, [*flags, f"--training.steps={last + 1}"])
+    read(last)
     with pytest.raises(DataError, match=f"end after step {last} of {last + 1}. Set it to {last} "):
-        read_datasets(longer)
+        read(last + 1)
 
 
 @pytest.mark.parametrize("degree", [2, 3, 8])
@@ -148,6 +150,6 @@ def test_a_phase_begins_at_its_step_or_with_the_first_step_after_its_tokens(tmp_
         "--training.seq_len=32",
         "--training.batch_size=4",
     ]
-    run = load_config("debug_model.toml", 1, flags)
-    assert phases_of(run).rates() == ((4, 1.0), (7, 1.0), (9, 0.5))
-    assert phases_of(run).shares() == {0: {"a": 1.0, "b": 1.0}, 12: {"b": 1.0}, 24: {"a": 1.0}}
+    found = phases_of(load_config("debug_model.toml", 1, flags))
+    assert found.rates() == ((4, 1.0), (7, 1.0), (9, 0.5))
+    assert found.shares() == {0: {"a": 1.0, "b": 1.0}, 12: {"b": 1.0}, 24: {"a": 1.0}}

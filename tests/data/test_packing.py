@@ -15,7 +15,7 @@ import pytest
 from tests.support.hub_server import HubServer
 from tests.support.processes import ROOT
 from tests.support.texts import write_texts
-from tests.support.token_folders import write_prepared
+from tests.support.token_folders import SIZE, TOKENIZER, write_prepared
 from titanlite.config.data_sections import Data, DataSource, Validation
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Training
@@ -28,19 +28,20 @@ from titanlite.data.sequences import PackedDataset
 from titanlite.data.stream import StreamRows
 from titanlite.data.token_files import open_tokens
 from titanlite.data.tokenize_files import Corpus
-from titanlite.data.tokenizer import BUNDLED_TOKENIZER, Tokenizer, load_tokenizer
+from titanlite.data.tokenizer import BUNDLED_TOKENIZER, Tokenizer
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, TiktokenTokenizer, parse_ranks
-
-TOKENIZER = load_tokenizer()
 
 
 def build(
-    path: Path | None = None, tokenizer: Tokenizer = TOKENIZER, vocab_size: int = 0, **data: Any
+    path: Path | None = None,
+    tokenizer: Tokenizer = TOKENIZER,
+    vocab_size: int = SIZE,
+    seq_len: int = 4,
+    epochs: int | None = None,
+    **data: Any,
 ) -> PackedDataset:
-    training = {name: data.pop(name) for name in ("seq_len", "epochs") if name in data}
-    section = Training(dataset_path=path and str(path), **{"seq_len": 4, **training})
-    size = vocab_size or tokenizer.vocab_size
-    return TextReader(Data(**data), tokenizer, size).train(section)
+    training = Training(dataset_path=path and str(path), seq_len=seq_len, epochs=epochs)
+    return TextReader(Data(**data), tokenizer, vocab_size).train(training)
 
 
 # The order
@@ -76,14 +77,14 @@ def test_every_token_is_a_target_once_per_epoch(corpus, tmp_path, seq_len, kind)
     stream = stream_of(corpus, 3, 3, shuffle)
     if kind == "token files":
         folder = write_prepared(tmp_path / "a")
-        corpus = open_tokens(str(folder), TOKENIZER, TOKENIZER.vocab_size)
+        corpus = open_tokens(str(folder), TOKENIZER, SIZE)
         stream = list(range(1, corpus.size + 1)) * 3
     dataset = PackedDataset(corpus, seq_len=seq_len, seed=3, shuffle=shuffle, epochs=3)
-    assert dataset.total_sequences is not None
+    numbers = range(dataset.total_sequences)
     inputs: list[int] = []
     targets: list[int] = []
-    by_place = sorted(range(dataset.total_sequences), key=dataset.window)
-    assert [dataset.window(i) for i in by_place] == list(range(dataset.total_sequences))
+    by_place = sorted(numbers, key=dataset.window)
+    assert list(map(dataset.window, by_place)) == list(numbers)
     for i in by_place:
         tokens, labels, _ = dataset.sequence(i)
         assert tokens.shape == labels.shape == (seq_len,)
@@ -124,7 +125,7 @@ def test_fingerprint_follows_text_and_tokenizer_only(tmp_path):
 
 
 def test_sections_reach_the_data():
-    reader = TextReader(Data(), TOKENIZER, TOKENIZER.vocab_size)
+    reader = TextReader(Data(), TOKENIZER, SIZE)
     held_out = reader.held_out(Validation(), 128)[""]
     assert held_out.settings == {"seq_len": 128, "seed": 0, "shuffle": False, "epochs": 1}
     with pytest.raises(DataError, match="^validation.dataset_path: /nowhere does not exist"):
@@ -147,7 +148,7 @@ TEXTS = [f"The number {n} has the square {n * n}." for n in range(40)]
 
 
 def read(data: Data, training: Training, **more) -> Rows:
-    return TextReader(data, TOKENIZER, TOKENIZER.vocab_size, **more).train(training)
+    return TextReader(data, TOKENIZER, SIZE, **more).train(training)
 
 
 @pytest.fixture
@@ -183,10 +184,9 @@ def test_streamed_and_whole_text_have_the_same_documents(folder):
             assert isinstance(streamed, StreamRows)
             assert isinstance(whole, PackedDataset)
             assert set(texts_of(streamed, 2 * whole.sequences_per_epoch + 4)) == set(expected)
-            tokens = [
+            assert sorted(whole.corpus.tokens.tolist()) == sorted(
                 token for text in expected for token in TOKENIZER.encode_document(text).tolist()
-            ]
-            assert sorted(whole.corpus.tokens.tolist()) == sorted(tokens)
+            )
 
 
 def test_the_order_of_a_source_does_not_depend_on_the_others(folder):
@@ -209,7 +209,9 @@ def test_only_one_rank_lists_files_and_the_others_read_the_same(folder):
     shared: dict[str, object] = {}
 
     def share(name, make):
-        return shared.setdefault(name, make()) if name not in shared else shared[name]
+        if name not in shared:
+            shared[name] = make()
+        return shared[name]
 
     training = Training(dataset_path=str(folder), seq_len=32)
     first = read(Data(streaming=True), training, share=share)

@@ -31,7 +31,7 @@ def _rows(names: list[str], kind: str) -> Rows:
     stream = make_stream(names)
     if kind != "mixture":
         return stream
-    other = Numbers(total=500, lanes=4)
+    other = Numbers(500, 4)
     other.seq_len = SEQ
     other.sequence = lambda index: stream.padding()  # type: ignore[method-assign]
     return MixedRows(
@@ -64,7 +64,6 @@ def _state(names: list[str], kind: str) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("kind", ["text", "stream", "mixture"])
 def test_every_value_of_a_state_is_used_or_refused_by_its_name(names, kind):
     """Each value at each place: a row comes, or a DataError; nothing else, such as an

@@ -25,8 +25,8 @@ from titanlite.optim.schedule import LearningRate, Schedule
 SEQ_LEN = 10
 
 
-def phases_of(*phases: DataPhase, size: int = 4, skip: tuple[Range, ...] = ()) -> Phases:
-    return Phases(phases, {}, size, size * SEQ_LEN, skip)
+def phases_of(*phases: DataPhase, skip: tuple[Range, ...] = ()) -> Phases:
+    return Phases(phases, {}, 4, 4 * SEQ_LEN, skip)
 
 
 def walk(phases: Phases, steps: int) -> list[Progress]:
@@ -37,10 +37,7 @@ def walk(phases: Phases, steps: int) -> list[Progress]:
     for step in range(1, steps + 1):
         here = found[-1]
         for phase in list(waiting):
-            begins = phase.step == step
-            if phase.tokens is not None:
-                begins = here.tokens >= phase.tokens
-            if begins:
+            if phase.step == step or phase.tokens is not None and here.tokens >= phase.tokens:
                 waiting.remove(phase)
                 size = phase.global_batch_size or size
         taken = take(here.position, size, phases.skip)

@@ -70,7 +70,6 @@ def test_every_number_of_ranks_serves_the_same_steps(names, workers):
             }
 
 
-@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (1, 8)])
 def test_a_resume_at_every_step_and_on_other_ranks_is_exact(names, before, after):
     wanted = steps_of(names)

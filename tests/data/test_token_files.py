@@ -29,8 +29,8 @@ def numbers_in(rows: PackedDataset, index: int) -> list[int]:
     return [number for number, _ in rows.documents_in(index)]
 
 
-def rows_of(path: Path, **settings: Any) -> PackedDataset:
-    return PackedDataset(open_tokens(str(path), TOKENIZER, SIZE), **{"seq_len": 7, **settings})
+def rows_of(path: Path, seq_len: int = 7, **settings: Any) -> PackedDataset:
+    return PackedDataset(open_tokens(str(path), TOKENIZER, SIZE), seq_len=seq_len, **settings)
 
 
 # The order
@@ -46,8 +46,8 @@ def test_the_order_never_changes():
 @pytest.mark.parametrize("count", [1, 2, 5, 16, 17, 4099])
 def test_each_place_has_its_own_element(count):
     for epoch in range(3):
-        places = map(Permutation(count, epoch_key(1, epoch)), range(count))
-        assert sorted(places) == list(range(count))
+        place_of = Permutation(count, epoch_key(1, epoch))
+        assert sorted(map(place_of, range(count))) == list(range(count))
 
 
 # Rows
@@ -91,10 +91,9 @@ def test_megatron_documents_are_of_several_sequences(tmp_path):
 
 def test_a_change_of_foreign_files_changes_the_fingerprint(tmp_path):
     found = set()
-    for change in ({}, {0: 5}, {99: 5}):
+    for place, value in ((0, 1), (0, 5), (99, 5)):
         ids = np.ones(100, dtype=np.uint16)
-        for place, value in change.items():
-            ids[place] = value
+        ids[place] = value
         np.save(tmp_path / "a.npy", ids)
         found.add(rows_of(tmp_path / "a.npy").fingerprint)
     assert len(found) == 3
