@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,13 @@ def rules_of(family: str, dim: int, base: dict[str, Any] | None = None, **change
     return Rules(SPECS[family], args, base_args(args, dim, base or {}))
 
 
-def table(rules: Rules, muon: bool = False) -> dict[str, tuple[float, float, float]]:
+def table(rules: Rules) -> dict[str, tuple[float, float, float]]:
     """Name → (initial, rate, epsilon) as multiples of the base model's, of the second block."""
     found = {}
     for name in rules.names():
         if not name.startswith("layers.") or name.startswith("layers.1."):
-            factors = rules.factors(name, muon)
-            found[name.removeprefix("layers.1.")] = tuple(round(one, 12) for one in factors)
+            numbers = tuple(round(factor, 12) for factor in rules.factors(name))
+            found[name.removeprefix("layers.1.")] = numbers
     return found
 
 
@@ -115,23 +116,21 @@ def test_latents_of_one_width_make_outputs_and_inputs():
 def test_rates_of_muon_keep_the_spectral_norm_in_proportion():
     """Its update has the norm rate * 0.2 * sqrt(max(in, out)); wanted is that of sqrt(out / in)."""
     rules = rules_of("mixtral", 64, {"ffn_dim": 256}, ffn_dim=512, n_kv_heads=4)
+    base = Rules(rules.spec, rules.base, rules.base)
+
+    def norm(size):
+        ideal = math.sqrt(size.out_features / size.in_features)
+        return math.sqrt(max(size.in_features, size.out_features)) / ideal
+
     for name in rules.names():
-        if not name.startswith("layers.1.") or name.endswith("norm.weight"):
-            continue
-
-        def norm(one, rate, name=name):
-            size = one.size(name)
-            ideal = math.sqrt(size.out_features / size.in_features)
-            return rate * math.sqrt(max(size.in_features, size.out_features)) / ideal
-
-        base = Rules(rules.spec, rules.base, rules.base)
-        rate = rules.factors(name, muon=True).rate
-        assert norm(rules, rate) == pytest.approx(norm(base, 1.0)), name
+        if name.startswith("layers.1.") and not name.endswith("norm.weight"):
+            rate = rules.factors(name, muon=True).rate
+            assert rate * norm(rules.size(name)) == pytest.approx(norm(base.size(name))), name
 
 
-def filled(rules: Rules, seed: int = 0) -> Any:
+def filled(rules: Rules) -> Any:
     model: Any = rules.spec.build_on_meta(rules.args).to_empty(device="cpu")
-    init_weights(model, rules.init, seed)
+    init_weights(model, rules.init, 0)
     model.init_buffers()
     return model
 
@@ -255,10 +254,9 @@ def test_a_run_is_that_of_a_model_with_explicit_multipliers(name, optimizer):
     # An epsilon as large as many gradients: it counts, and keeps rounding from counting.
     settings = Optimizer(name=optimizer, lr=3e-3, eps=1e-4, weight_decay=decay)
     plain = scales_of(one.rules)
-
-    def explicit(parameter, is_muon):
-        """The scale in a model with multipliers, by the papers' tables."""
-        return scale_without_multipliers(one.rules, parameter, is_muon)
+    # The scales in a model with multipliers, by the papers' tables.
+    explicit = partial(scale_without_multipliers, one.rules)
+    multiplied = partial(with_multipliers, one)
 
     def run(make, scales, held):
         model = make()
@@ -267,11 +265,8 @@ def test_a_run_is_that_of_a_model_with_explicit_multipliers(name, optimizer):
         trained(model, built)
         return changes(one, model, make(), held)
 
-    def multiplied():
-        return with_multipliers(one)
-
     theirs = run(multiplied, explicit, held=False)
-    ours = run(lambda: filled(one.rules), plain, held=True)
+    ours = run(partial(filled, one.rules), plain, held=True)
     wrong = run(multiplied, plain, held=False)
     # Muon's iteration is in bfloat16.
     within = 0.005 if optimizer == "AdamW" else 0.05

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
+from tests.support.checkpoints import assert_equal
 from tests.support.harness import W2, weights_of
 from tests.support.tiny import EIGHT_STEPS, TWO_LAYERS
 from tests.support.whole_runs import outcome_of
@@ -117,10 +118,9 @@ def _train(world: DistEnv, folder: str, flip: Flip | None, *flags: str) -> dict[
     return {**found, "rows": rows, "weights": weights, "passes": done}
 
 
-def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one["rows"] == other["rows"] and all(
-        torch.equal(weight, other["weights"][name]) for name, weight in one["weights"].items()
-    )
+def _assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one["rows"] == other["rows"]
+    assert_equal(one["weights"], other["weights"])
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,8 @@ def test_a_run_whose_steps_all_run_twice_is_the_same(pool, tmp_path, ranks, flag
     assert len(plain[0]["rows"]) == 4
     assert twice[0]["error"] == ""
     assert twice[0]["passes"] == [1, 1, 2, 2, 3, 3, 4, 4]
-    assert all(_equal(*pair) for pair in zip(plain, twice, strict=True))
+    for pair in zip(plain, twice, strict=True):
+        _assert_same(*pair)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +203,8 @@ def test_a_run_goes_back_or_is_resumed_with_the_same_weights(pool, tmp_path):
     resumed = pool(2).run(_train, str(tmp_path / "resumed"), None, *back)
     assert resumed[0]["passes"] == [3, 3, 4, 4]
     for mine, *others in zip(plain, rolled, resumed, strict=True):
-        assert all(_equal(mine, other) for other in others)
+        for other in others:
+            _assert_same(mine, other)
 
 
 def test_a_first_step_that_differs_ends_the_run_with_advice(pool, tmp_path):

@@ -18,6 +18,7 @@ from tests.support.task_files import (
     SHORT,
     TASKS,
     evaluated,
+    figures_of,
     flags_of,
     quickly,
     scores_of,
@@ -73,17 +74,12 @@ def _of_own_backend(checkpoint: Path, export: Path, tasks: Path) -> dict[str, fl
     from lm_eval.tasks import TaskManager
 
     assert main(["export", str(checkpoint), str(export)]) == 0
-    names = list(TASKS)
     model = HFLM(
         pretrained=str(export), device="cpu", dtype="float32", add_bos_token=True, max_length=32
     )
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
-    found = lm_eval.simple_evaluate(model, tasks=names, task_manager=manager)
-    figures = {}
-    for name in names:
-        for metric, value in found["results"][name].items():
-            if isinstance(value, float) and "stderr" not in metric:
-                figures[f"eval/{name}/{metric.removesuffix(',none')}"] = value
+    found = lm_eval.simple_evaluate(model, tasks=list(TASKS), task_manager=manager)
+    figures = figures_of(found["results"])
     assert len(figures) == 6
     return figures
 

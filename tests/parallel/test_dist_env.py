@@ -33,9 +33,8 @@ from titanlite.metrics.timeouts import patience, set_timeouts
 def _timeouts(world: DistEnv) -> dict[str, timedelta]:
     mesh = world.build_mesh(dp_shard=world.size)
     model = nn.Linear(4, 4)
-    fully_shard(
-        model, mesh=mesh["dp_shard"], reshard_after_forward=2
-    )  # within nodes of 2: a group of its own
+    # Within nodes of 2: a group of its own.
+    fully_shard(model, mesh=mesh["dp_shard"], reshard_after_forward=2)
     world.apply_timeout()
     groups = {
         "default": dist.group.WORLD,
@@ -51,13 +50,12 @@ def _timeouts(world: DistEnv) -> dict[str, timedelta]:
             if g
         }
 
-    before = read()
+    assert set(read().values()) == {timedelta(seconds=300)}
     set_timeouts(77)
     with patience(99, 77):
         assert set(read().values()) == {timedelta(seconds=99)}
     after = read()
     set_timeouts(300)
-    assert set(before.values()) == {timedelta(seconds=300)}
     return after
 
 
@@ -107,21 +105,20 @@ def test_an_existing_group_is_joined_and_left_alone_and_wrong_degrees_are_refuse
 
 
 _TWO = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+SIZE = "TORCH_FR_BUFFER_SIZE"
+ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
+PREFIX = "TORCH_FR_DUMP_TEMP_FILE"
+OLD_SIZE = "TORCH_NCCL_TRACE_BUFFER_SIZE"
+OLD_PREFIX = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+RECORDER = [SIZE, OLD_SIZE, ON_TIMEOUT, PREFIX, OLD_PREFIX]
 
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
-    """Sets the variables of a rank, and no others."""
+    """Sets these variables of a rank and of the flight recorder, and no others of them."""
 
     def put(variables: dict[str, str]) -> None:
-        for name in (
-            "WORLD_SIZE",
-            "RANK",
-            "LOCAL_RANK",
-            "LOCAL_WORLD_SIZE",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-        ):
+        for name in (*_TWO, "LOCAL_RANK", "LOCAL_WORLD_SIZE", *RECORDER):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -285,12 +282,6 @@ def test_a_rank_that_raises_in_build_does_not_leave_the_others_waiting(tmp_path)
     assert "Connection closed by peer" in said[0]
 
 
-SIZE = "TORCH_FR_BUFFER_SIZE"
-ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
-PREFIX = "TORCH_FR_DUMP_TEMP_FILE"
-OLD_SIZE = "TORCH_NCCL_TRACE_BUFFER_SIZE"
-OLD_PREFIX = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
-NAMES = [SIZE, OLD_SIZE, ON_TIMEOUT, PREFIX, OLD_PREFIX]
 #: The user's own, under the older names, which torch passes over when the newer ones are there.
 OWN = {OLD_SIZE: "3", ON_TIMEOUT: "0", OLD_PREFIX: "/elsewhere/rank_"}
 
@@ -298,28 +289,22 @@ OWN = {OLD_SIZE: "3", ON_TIMEOUT: "0", OLD_PREFIX: "/elsewhere/rank_"}
 @pytest.mark.parametrize(
     ("own", "size", "expected"),
     [
-        ({}, 7, {SIZE: "7", ON_TIMEOUT: "1", PREFIX: "FOLDER/rank_"}),
+        ({}, 7, {SIZE: "7", ON_TIMEOUT: "1", PREFIX: "{folder}/rank_"}),
         ({}, 0, {SIZE: "0"}),  # without it torch keeps 2,000
         (OWN, 7, OWN),
     ],
     ids=["nccl", "off", "the user's"],
 )
 def test_torch_gets_its_settings_unless_the_user_set_them(
-    monkeypatch, tmp_path, own, size, expected
+    environment, tmp_path, own, size, expected
 ):
-    for name in NAMES:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in own.items():
-        monkeypatch.setenv(name, value)
-    with recording(f"{tmp_path}/traces", size):
-        seen = {
-            name: os.environ[name].replace(f"{tmp_path}/traces", "FOLDER")
-            for name in NAMES
-            if name in os.environ
-        }
-        assert seen == expected
+    def settings():
+        return {name: os.environ[name] for name in RECORDER if name in os.environ}
+
+    environment(own)
+    folder = tmp_path / "traces"
+    with recording(str(folder), size):
+        assert settings() == {name: value.format(folder=folder) for name, value in expected.items()}
         # NCCL's watchdog opens the file, and makes no folder.
-        assert (tmp_path / "traces").is_dir() is (size > 0)
-    assert {name: os.environ[name] for name in NAMES if name in os.environ} == own, (
-        "a later run is not affected"
-    )
+        assert folder.is_dir() is (size > 0)
+    assert settings() == own, "a later run is not affected"

@@ -46,7 +46,7 @@ def _figures(world: DistEnv, z: float, smoothing: float, dtype: torch.dtype) -> 
     with torch.no_grad():
         again = tensor_loss(regularized(z, smoothing))(logits, labels)
     assert isinstance(logits.grad, DTensor)
-    return {"loss": loss.item(), "again": again.item(), "gradient": logits.grad.full_tensor().cpu()}
+    return {"loss": loss.item(), "again": again.item(), "gradient": logits.grad.full_tensor()}
 
 
 def _expected(z: float, smoothing: float, dtype: torch.dtype) -> tuple[float, torch.Tensor]:

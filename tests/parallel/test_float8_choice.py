@@ -117,13 +117,12 @@ def test_machines_without_float8_are_refused_unless_they_emulate_it(
     monkeypatch, flags, capability, versions, refused
 ):
     words = [flag for flag in flags if flag != "no kernels"]
-    runs = [run(), run(*words), run(*words, "--float8.emulate")]
+    off, on, emulated = run(), run(*words), run(*words, "--float8.emulate")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A")
     monkeypatch.setattr(package, "_has_kernels", lambda: words == flags)
     monkeypatch.setattr("importlib.metadata.version", versions.get)
-    off, on, emulated = runs
     check_machine(off)
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
         check_machine(on)
@@ -139,7 +138,7 @@ def test_a_plan_that_leaves_such_a_weight_whole_is_refused():
 
 def test_an_older_torchao_is_refused_also_where_it_is_emulated(monkeypatch):
     emulated = run(*MX, "--float8.emulate")
-    other = run("--float8.enable_float8_linear", "--float8.emulate")
+    other = run(ON, "--float8.emulate")
     monkeypatch.setattr("importlib.metadata.version", {"torchao": "0.17.0"}.get)
     with pytest.raises(ConfigError, match=r"torchao 0\.18 or later; this is torchao 0\.17\.0"):
         check_machine(emulated)

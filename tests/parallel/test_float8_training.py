@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.checkpoints import RUN as SAVED
-from tests.support.checkpoints import two_and_two
+from tests.support.checkpoints import assert_equal, two_and_two
 from tests.support.float8_runs import (
     EMULATED,
     MX,
@@ -28,10 +27,8 @@ from tests.support.pool import Pools
 from titanlite.config.sections import Compile, Float8
 from titanlite.models.deepseek_v3 import DeepSeekV3Args
 
-soak = pytest.mark.soak
 pytestmark = pytest.mark.slow
-FOUR = replace(TINY, n_layers=4)
-PP: dict[str, Any] = {"pipeline": 2, "args": FOUR}
+PP: dict[str, Any] = {"pipeline": 2, "args": replace(TINY, n_layers=4)}
 #: Latents are made of each rank's part of the sequence.
 LATENT: dict[str, Any] = {
     "tensor": 2,
@@ -96,25 +93,26 @@ def test_the_losses_are_those_of_one_rank(pool, float8, changes, ranks):
         assert ours != pool(ranks).run(train, replace(run, float8=Float8()))[0].losses
 
 
-def test_groups_of_float8_weights_alone_train_as_whole_blocks(pool):
-    """Bit for bit: gloo knows no float8, so the weights travel as bytes."""
-    run = replace(RUN, rates=RATES[:3], float8=PRECOMPUTED)
-    alone = changed(run.training, fsdp_units=["Attention", "FeedForward"])
-    blocks = pool(2).run(train, run)[0]
-    ours = pool(2).run(train, replace(run, training=alone))[0]
-    assert ours.losses == blocks.losses
-    assert ours.norms == blocks.norms
+#: Groups of float8 weights alone: gloo knows no float8, so they travel as bytes.
+GROUPS = changed(RUN.training, fsdp_units=["Attention", "FeedForward"])
 
 
-@pytest.mark.parametrize(("float8", "settings"), [(PRECOMPUTED, FULL), (PRECOMPUTED, OP), (MX, OP)])
-def test_recomputation_gives_the_same_numbers(pool, float8, settings):
+@pytest.mark.parametrize(
+    ("float8", "ways"),
+    [
+        (PRECOMPUTED, [{"activations": FULL}, {"activations": OP}, {"training": GROUPS}]),
+        (MX, [{"activations": OP}]),
+    ],
+    ids=["all-gather", "mx"],
+)
+def test_recomputation_and_groups_within_blocks_give_the_same_numbers(pool, float8, ways):
     """Bit for bit."""
     run = replace(RUN, rates=RATES[:4], float8=float8)
     plain = pool(2).run(train, run)[0]
-    ours = pool(2).run(train, replace(run, activations=settings))[0]
-    assert ours.losses == plain.losses
-    assert ours.norms == plain.norms
-    assert all(torch.equal(ours.weights[name], weight) for name, weight in plain.weights.items())
+    for changes in ways:
+        ours = pool(2).run(train, replace(run, **changes))[0]
+        assert (ours.losses, ours.norms) == (plain.losses, plain.norms), changes
+        assert_equal(ours.weights, plain.weights)
 
 
 @pytest.mark.parametrize("float8", [PRECOMPUTED, MX], ids=["all-gather", "mx"])

@@ -17,7 +17,6 @@ from titanlite.parallel.init import ROWS, _draw, fill, materialize, seed_generat
 RUN = Run(torch.zeros(0), torch.zeros(0), [], args=replace(TINY, vocab_size=3 * ROWS + 1))
 
 
-@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("ranks", "changes"),
     [

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
-from collections.abc import Callable
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -31,14 +29,6 @@ def _register(size: int, *ranks: int) -> list[dist.Store]:
     return [register(rank, size, address, is_master=rank == ranks[0]) for rank in ranks]
 
 
-def _all(*calls: Callable[[], object]) -> None:
-    threads = [threading.Thread(target=call) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 def test_missing_ranks_are_named_and_a_busy_one_gets_more_time():
     with pytest.raises(RendezvousError) as error:
         barrier(_register(4, 0, 2)[0], 0, 4, patience=900, limit=0.3)
@@ -57,18 +47,18 @@ def test_a_store_that_cannot_be_reached_is_named_but_rank_0_may_start_late():
         RendezvousError,
         match=f"rank 1 on {HOST} cannot reach the store of the run at {address[0]}:",
     ):
-        register(1, 2, address, limit=1)
-    kept: list[dist.Store] = []
-    serve = threading.Timer(0.5, lambda: kept.append(register(0, 2, address, is_master=True)))
-    serve.start()
-    kept.append(register(1, 2, address, limit=300))
-    serve.join()
-    assert kept[0].add("up", 0) == 2
+        register(1, 2, address, limit=0.3)
+    with ThreadPoolExecutor() as threads:
+        early = threads.submit(register, 1, 2, address, limit=300)
+        time.sleep(0.5)
+        store = register(0, 2, address, is_master=True)
+        early.result()
+    assert store.add("up", 0) == 2
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         pytest.raises(RendezvousError, match="no answer"),
     ):
-        register(1, 2, silent.getsockname(), limit=1)
+        register(1, 2, silent.getsockname(), limit=0.3)
 
 
 def test_ranks_that_cannot_connect_learn_which_interface_to_check():
@@ -76,7 +66,7 @@ def test_ranks_that_cannot_connect_learn_which_interface_to_check():
     with pytest.raises(
         RendezvousError, match="all 2 ranks are there, but rank 0 on .*GLOO_SOCKET_IFNAME"
     ):
-        connect("gloo", store, 0, 2, limit=1)
+        connect("gloo", store, 0, 2, limit=0.3)
     assert not dist.is_initialized()
 
 
@@ -86,31 +76,26 @@ def test_an_error_before_the_barrier_ends_the_other_ranks_with_its_text(monkeypa
     No rank waits for a limit.
     """
     stores = _register(4, 0, 1, 2, 3)
-    raised: dict[int, str] = {}
     monkeypatch.setattr(rendezvous, "_REPORT_SECONDS", 300.0)
     began = time.monotonic()
-    ended: dict[int, float] = {}
-    last_came: list[float] = []
 
     def attempt(rank):
+        """Return the error of a rank, and when it came to the barrier and ended."""
         try:
             with report_failure(stores[rank], rank, 4):
                 time.sleep({0: 0.3, 3: 1.0}.get(rank, 0))
-                if rank == 3:
-                    last_came.append(time.monotonic())
+                came = time.monotonic()
                 if rank == 0:
                     raise OSError("the folder is taken")
                 if rank == 2:
                     share_from_rank_0(stores[rank], rank, 4, "lock", int, 900)
                 barrier(stores[rank], rank, 4, 900, 900)
         except (RendezvousError, OSError) as error:
-            raised[rank] = str(error)
-        ended[rank] = time.monotonic()
+            return str(error), came, time.monotonic()
 
-    _all(*(partial(attempt, rank) for rank in range(4)))
+    with ThreadPoolExecutor(4) as threads:
+        raised, came, ended = zip(*threads.map(attempt, range(4)), strict=True)
     reported = f"rank 0 ({HOST}, process {os.getpid()}) has ended: the folder is taken"
-    assert raised == {0: "the folder is taken", 1: reported, 2: reported, 3: reported}
-    assert max(ended.values()) - began < 200
-    assert ended[0] > last_came[0], (
-        "the rank that serves the store stays until the last has read it"
-    )
+    assert raised == ("the folder is taken", *[reported] * 3)
+    assert max(ended) - began < 200
+    assert ended[0] > came[3], "the rank that serves the store stays until the last has read it"

@@ -108,8 +108,13 @@ def evaluated(
         words = ["eval", str(checkpoint), "--tasks", ",".join(names or TASKS), "--device=cpu"]
         words += ["--include-path", str(folder), "--json", "--batch-size=3"]
         assert command([*words, *flags]) == 0
+    return figures_of(json.loads(said.getvalue())["results"])
+
+
+def figures_of(results: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Figures of the harness, under the names of a run."""
     found = {}
-    for task, row in json.loads(said.getvalue())["results"].items():
+    for task, row in results.items():
         for metric, value in row.items():
             if isinstance(value, float) and "stderr" not in metric:
                 found[f"eval/{task}/{metric.removesuffix(',none')}"] = value
