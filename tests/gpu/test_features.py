@@ -10,8 +10,10 @@ import torch
 
 from tests.support import float8_runs
 from tests.support.checkpoints import RUN as SAVED
-from tests.support.compare import LABELS, TOKENS, WARM
-from tests.support.float8_runs import RATES, RECIPES, distance, resumed, spread
+from tests.support.checkpoints import assert_equal, unequal
+from tests.support.checkpoints import train as train_and_save
+from tests.support.compare import LABELS, TOKENS, WARM, distance, spread
+from tests.support.float8_runs import RATES, REAL, RECIPES, recipe
 from tests.support.harness import (
     MODES,
     TINY,
@@ -25,9 +27,8 @@ from tests.support.harness import (
 )
 from tests.support.stand_ins import ANY, at_step
 from titanlite.callbacks import RunEnd
-from titanlite.cli.hub.compare_checkpoints import Contents, compare
 from titanlite.config.run_sections import Profiling
-from titanlite.config.sections import ActivationCheckpoint, Compile, Float8, Training
+from titanlite.config.sections import ActivationCheckpoint, Compile, Training
 from titanlite.data.loader import to_device
 from titanlite.dist.dist_env import DistEnv
 from titanlite.features.loss_chunks.head import _chunked
@@ -38,12 +39,6 @@ BF16 = Training()
 RUN = Run(TOKENS, LABELS, WARM)
 COMPILED = Compile()
 
-PRECOMPUTED = Float8(
-    enable_float8_linear=True,
-    enable_fsdp_float8_all_gather=True,
-    precompute_float8_dynamic_scale_for_fsdp=True,
-)
-
 #: Needs kernels of compute capability 8.9.
 FLOAT8_HARDWARE = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
@@ -53,14 +48,12 @@ FLOAT8_HARDWARE = pytest.mark.skipif(
 
 @pytest.mark.numbers
 @FLOAT8_HARDWARE
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_float8_stays_within_the_spread_of_seeds(world, recipe, compiled):
+def test_float8_stays_within_the_spread_of_seeds(world, name, compiled):
     long = replace(float8_runs.RUN, rates=RATES, compile=COMPILED if compiled else None)
     plain, *others = (train_afresh(world, replace(long, seed=seed)).losses for seed in (7, 8, 9))
-    ours = train_afresh(
-        world, replace(long, float8=Float8(enable_float8_linear=True, recipe_name=recipe))
-    ).losses
+    ours = train_afresh(world, replace(long, float8=recipe(name, REAL))).losses
     assert 0 < distance(ours, plain) < 2 * spread(plain, others)
 
 
@@ -180,9 +173,8 @@ def test_the_heads_gradient_in_chunks_is_that_of_float32(world):
     torch.testing.assert_close(gradients[0].float(), gradients[1], rtol=0.02, atol=0.01)
 
 
-FLOAT8 = Float8(enable_float8_linear=True)
-GATHERED = changed(FLOAT8, enable_fsdp_float8_all_gather=True)
-ROWWISE = changed(FLOAT8, recipe_name="rowwise")
+GATHERED = changed(REAL, enable_fsdp_float8_all_gather=True)
+PRECOMPUTED = changed(GATHERED, precompute_float8_dynamic_scale_for_fsdp=True)
 
 
 @pytest.mark.numbers
@@ -190,13 +182,16 @@ ROWWISE = changed(FLOAT8, recipe_name="rowwise")
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
     "plan",
-    [FLOAT8, GATHERED, PRECOMPUTED, ROWWISE],
+    [REAL, GATHERED, PRECOMPUTED, recipe("rowwise", REAL)],
     ids=["tensorwise", "all-gather", "precomputed", "rowwise"],
 )
 def test_a_resume_in_float8_is_exact(world, tmp_path, plan):
-    straight, losses = resumed(
-        world, replace(SAVED, training=float8_runs.RUN.training, float8=plan), str(tmp_path)
+    """Six steps without a break, and six that were saved and resumed after the third."""
+    run = replace(SAVED, training=BF16, float8=plan)
+    straight = train_and_save(world, run, tmp_path / "straight", 1, 6, every=3)
+    first, rest = (
+        train_and_save(world, run, tmp_path / "parts", *steps) for steps in ((1, 3), (4, 6))
     )
-    assert losses == straight["losses"]
-    pair = (Contents(tmp_path / folder / "step-6") for folder in ("parts", "straight"))
-    assert not [one.name for one in compare(*pair) if one.elements or one.left != one.right]
+    assert [*first["losses"], *rest["losses"]] == straight["losses"]
+    assert_equal(rest["weights"], straight["weights"])
+    assert unequal(tmp_path / "parts" / "step-6", tmp_path / "straight" / "step-6") == []

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.checkpoints import RUN as SAVED
 from tests.support.checkpoints import assert_equal, two_and_two
+from tests.support.compare import distance, spread
 from tests.support.float8_runs import (
     EMULATED,
     MX,
@@ -18,9 +19,7 @@ from tests.support.float8_runs import (
     RATES,
     RUN,
     WIDE,
-    distance,
     recipe,
-    spread,
 )
 from tests.support.harness import FULL, OP, TINY, changed, train
 from tests.support.pool import Pools

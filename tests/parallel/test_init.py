@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from tests.support.checkpoints import assert_equal
-from tests.support.harness import TINY, Degrees, Run, initial_weights
+from tests.support.harness import TINY, Run, initial_weights
 from titanlite.dist.dist_env import DistEnv
 from titanlite.models.spec import Init
 from titanlite.parallel.init import ROWS, _draw, fill, materialize, seed_generators
+from titanlite.run.config import MeshSizes
 
 RUN = Run(torch.zeros(0), torch.zeros(0), [], args=replace(TINY, vocab_size=3 * ROWS + 1))
 
@@ -80,16 +81,16 @@ def test_a_forgotten_parameter_or_buffer_is_named(dtype):
         materialize(model, torch.device("cpu"), fill)
 
 
-def _drawn(world: DistEnv, degrees: Degrees) -> int:
-    seed_generators(5, degrees.build(world))
+def _drawn(world: DistEnv, degrees: MeshSizes) -> int:
+    seed_generators(5, world.build_mesh(**degrees.dimensions))
     return int(torch.randint(2**40, ()))
 
 
 @pytest.mark.parametrize(
     ("degrees", "alike"),
     [
-        (Degrees(dp_shard=2, tensor=2), [(0, 1), (2, 3)]),
-        (Degrees(dp_replicate=2, context=2), [(0,), (1,), (2,), (3,)]),
+        (MeshSizes(dp_shard=2, tensor=2), [(0, 1), (2, 3)]),
+        (MeshSizes(dp_replicate=2, context=2), [(0,), (1,), (2,), (3,)]),
     ],
     ids=["fsdp x tp", "ddp x cp"],
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.support.harness import full
+from tests.support.harness import full, weights_of
 from tests.support.whole_runs import make_trainer, outcome_of
 from titanlite.callbacks import Callback
 from titanlite.checkpoint.state_dict import adapter_names
@@ -97,13 +97,8 @@ class Seen(Callback):
                 self.without.append(name)
             else:
                 self.gradients[name] = full(parameter.grad)
-        for batch in trainer.recent[trainer.step].batches:
-            self.batches.append((batch.tokens, batch.labels))
-
-
-def weights_of(model: Any) -> dict[str, torch.Tensor]:
-    """All parameters, whole, by name."""
-    return {name: full(parameter) for name, parameter in model.named_parameters()}
+        batches = trainer.recent[trainer.step].batches
+        self.batches += [(batch.tokens, batch.labels) for batch in batches]
 
 
 def train_seen(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
@@ -118,10 +113,7 @@ def outcome_seen(trainer: Trainer, folder: str) -> dict[str, Any]:
     found = outcome_of(trainer, folder)
     return {
         **found,
-        "start": seen.start,
-        "gradients": seen.gradients,
-        "batches": seen.batches,
-        "without": seen.without,
+        **vars(seen),
         "end": weights_of(model),
         "adapters": adapter_names(model),
         "held": sum(len(group["params"]) for group in trainer.parts.optimizer.param_groups),

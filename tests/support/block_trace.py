@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -102,20 +103,16 @@ def arguments_of(
     block: nn.Module, model: nn.Module, tokens: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with which the model calls that block."""
-    caught: list[Any] = []
 
     def catch(_: nn.Module, args: Any, kwargs: Any) -> None:
-        caught.append((args, kwargs))
-        raise _Found
+        raise _Found(args, kwargs)
 
-    handle = block.register_forward_pre_hook(catch, with_kwargs=True)
-    try:
+    with (
+        block.register_forward_pre_hook(catch, with_kwargs=True),
+        pytest.raises(_Found) as caught,
+    ):
         model(tokens)
-    except _Found:
-        pass
-    finally:
-        handle.remove()
-    args, kwargs = caught[0]
+    args, kwargs = caught.value.args
     return tuple(_leaf(value) for value in args), kwargs
 
 

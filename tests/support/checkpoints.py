@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.support.harness import Run, batches, build_tiny, full, stepper
+from tests.support.harness import Run, batches, build_tiny, full, moments_of, stepper
 from tests.support.pool import Pools
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, digest_of
@@ -20,7 +20,6 @@ from titanlite.checkpoint.store_paths import AnyPath, entries
 from titanlite.cli.hub.compare_checkpoints import Contents, compare
 from titanlite.config.sections import Checkpoint
 from titanlite.dist.dist_env import DistEnv
-from titanlite.features.float8.gathered import ScalePrecompute
 from titanlite.models.args import as_record
 
 STEPS = 20
@@ -108,8 +107,6 @@ def train(
     `checkpoint`.
     """
     model, optimizer, take = stepper(world, run, loss_function=run.builder(world).loss())
-    precompute = run.float8.precompute_float8_dynamic_scale_for_fsdp
-    after_update = ScalePrecompute(model, run.builder(world).mesh) if precompute else None
     torch.manual_seed(100 + world.rank)
     checkpointer = Checkpointer(options(folder, **fields), world, prints)
     try:
@@ -118,9 +115,7 @@ def train(
         losses = []
         draws = []
         for step in range(first, last + 1):
-            losses.append(
-                take(step, run.rates[step - 1], step - 1, after_update=after_update).loss.item()
-            )
+            losses.append(take(step, run.rates[step - 1], step - 1).loss.item())
             if draw:
                 draws.append(torch.rand(()).item())
             if step == last or (every and step % every == 0):
@@ -130,15 +125,10 @@ def train(
         checkpointer.wait()
     finally:
         checkpointer.close()
-    moments = {
-        f"{n}.{k}": full(v)
-        for n, p in model.named_parameters()
-        for k, v in optimizer.state[p].items()
-    }
     return {
         "losses": losses,
         "weights": {n: full(p) for n, p in model.named_parameters()},
-        "state": moments,
+        "state": moments_of(model, optimizer),
         "draws": draws,
         "loaded": loaded,
     }
@@ -147,7 +137,7 @@ def train(
 def load(world: DistEnv, run: Run, root: object, **fields: Any) -> dict[str, Any]:
     """Return the checkpoint that a run loads, or its error and if its weights are unchanged."""
     model, optimizer, _ = build_tiny(world, run)
-    before = {name: full(p).clone() for name, p in model.named_parameters()}
+    before = {name: full(p) for name, p in model.named_parameters()}
     about = {"model": as_record(run.family, run.args)}
     checkpointer = Checkpointer(options(root, **fields), world, PRINTS, about)
     error = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -39,6 +40,16 @@ WARM = [3e-3 * min(1.0, (n + 1) / 5) for n in range(STEPS)]
 FLAT = [0.1] * STEPS
 
 
+def distance(a: list[float], b: list[float]) -> float:
+    """Mean distance of two runs' losses over steps."""
+    return (torch.tensor(a) - torch.tensor(b)).abs().mean().item()
+
+
+def spread(plain: list[float], others: list[list[float]]) -> float:
+    """How far runs from other seeds are from this one, as the mean over steps."""
+    return statistics.fmean(distance(plain, other) for other in others)
+
+
 #: Arguments → a module from tokens to logits, with titanlite's names of weights.
 Reference = Callable[[Any], torch.nn.Module]
 
@@ -59,8 +70,7 @@ class References:
         if run.documents is not None:
             tokens, labels = alone(tokens, labels, run.documents)
         batch = (tokens.numpy().tobytes(), labels.numpy().tobytes())
-        key = (run.args, run.seed, run.optimizer, tuple(run.rates), run.max_norm, batch)
-        key = (*key, reference)
+        key = (run.args, run.seed, run.optimizer, tuple(run.rates), run.max_norm, batch, reference)
         if key not in self._curves:
             # One rank cannot keep weights over two.
             training = changed(run.training, reshard_after_forward="never")

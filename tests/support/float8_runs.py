@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.support.checkpoints import train as train_and_save
 from tests.support.harness import TINY, Run, changed, stepper
 from tests.support.watch import Watch
 from titanlite.config.sections import Float8, Training
 from titanlite.dist.dist_env import DistEnv
-from titanlite.features.float8.gathered import ScalePrecompute
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 REAL = Float8(enable_float8_linear=True)
@@ -99,36 +97,8 @@ def _what(tensor: Tensor) -> str:
 
 def watch_step(world: DistEnv, run: Run) -> Seen:
     """The second step."""
-    model, _, take = stepper(world, run)
-    precompute = run.float8.precompute_float8_dynamic_scale_for_fsdp
-    after = ScalePrecompute(model, run.builder(world).mesh) if precompute else None
-    take(1, after_update=after)  # FSDP sets itself up
+    _, _, take = stepper(world, run)
+    take(1)  # FSDP sets itself up
     with Seen() as seen:
-        take(2, after_update=after)
+        take(2)
     return seen
-
-
-def spread(plain: list[float], others: list[list[float]]) -> float:
-    """How far runs from other seeds are from this one, as the mean over steps."""
-    reference = torch.tensor(plain)
-    return (
-        torch.stack([(reference - torch.tensor(other)).abs().mean() for other in others])
-        .mean()
-        .item()
-    )
-
-
-def distance(a: list[float], b: list[float]) -> float:
-    """Mean over steps."""
-    return (torch.tensor(a) - torch.tensor(b)).abs().mean().item()
-
-
-def resumed(world: DistEnv, run: Run, folder: str) -> tuple[dict[str, Any], list[float]]:
-    """Six steps without a break, and the losses of six that were saved and resumed after
-    the third.
-    """
-    straight = train_and_save(world, run, f"{folder}/straight", 1, 6, every=3)
-    parts = [train_and_save(world, run, f"{folder}/parts", *steps) for steps in ((1, 3), (4, 6))]
-    for name, tensor in straight["weights"].items():
-        assert torch.equal(parts[1]["weights"][name], tensor), name
-    return straight, parts[0]["losses"] + parts[1]["losses"]

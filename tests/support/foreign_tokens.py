@@ -20,14 +20,13 @@ from tests.support.token_folders import TOKENIZER, write_megatron
 LLMC = {"gpt-2": (20240520, 1, "<u2"), "llama-3": (20240801, 7, "<u4")}
 
 
-def make_documents(count: int = 40, seed: int = 0) -> list[list[int]]:
+def make_documents(count: int = 40) -> list[list[int]]:
     """Return documents of BOS, ids and EOS, of 2 to 60 tokens."""
-    rng = np.random.default_rng(seed)
-    found: list[list[int]] = []
-    for _ in range(count):
-        ids = rng.integers(0, 2000, rng.integers(0, 59)).tolist()
-        found.append([TOKENIZER.bos_id, *ids, TOKENIZER.eos_id])
-    return found
+    rng = np.random.default_rng(0)
+    return [
+        [TOKENIZER.bos_id, *rng.integers(0, 2000, rng.integers(0, 59)).tolist(), TOKENIZER.eos_id]
+        for _ in range(count)
+    ]
 
 
 def joined(documents: Sequence[Sequence[int]]) -> list[int]:

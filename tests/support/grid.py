@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.compare import (
     DOCUMENTS,
@@ -26,8 +25,10 @@ from tests.support.compare import (
     WARM,
     Reference,
     References,
+    distance,
+    spread,
 )
-from tests.support.harness import Degrees, Run
+from tests.support.harness import Run
 from tests.support.plain_llama import PlainLlama
 from titanlite.parallel.schedules import SCHEDULES
 from titanlite.resolve.load import load_config
@@ -372,8 +373,7 @@ def run_of(config: RunConfig, optimizer: str = "AdamW", steps: int = 4) -> Run:
         loss_chunks=config.training.loss_chunks,
         expert=mesh.expert,
     )
-    degrees = (mesh.dp_replicate, mesh.dp_shard, mesh.context, mesh.tensor, mesh.pipeline)
-    assert run.mesh(mesh.world_size) == Degrees(*degrees)
+    assert run.mesh(mesh.world_size) == mesh
     assert (
         batch.global_batch_size
         == GLOBAL_BATCH
@@ -390,10 +390,13 @@ def grid_on(*ranks: int) -> tuple[Any, ...]:
 
     def some(rows: Any, quick: Any = (), most: int = 4) -> Any:
         """Rows; those on more than `most` ranks are of `--soak`."""
-        here = [row for row in rows if ranks_of(row) in ranks]
-        slow = {row: "soak" if ranks_of(row) > most else "slow" for row in here}
-        marks = {row: [] if row in quick else [getattr(pytest.mark, slow[row])] for row in here}
-        return pytest.mark.parametrize("row", [pytest.param(r, marks=marks[r]) for r in here])
+
+        def marked(row: str) -> Any:
+            slow = pytest.mark.soak if ranks_of(row) > most else pytest.mark.slow
+            return pytest.param(row, marks=[] if row in quick else [slow])
+
+        here = [marked(row) for row in rows if ranks_of(row) in ranks]
+        return pytest.mark.parametrize("row", here)
 
     def tier(row: str, column: str) -> list[pytest.MarkDecorator]:
         if (row, column) in QUICK:
@@ -440,9 +443,9 @@ def grid_on(*ranks: int) -> tuple[Any, ...]:
         low = Column(2, "AdamW", {"training.mixed_precision_param": "bfloat16"})
         run = run_of(config_of(row, low), steps=8)
         assert run.training.mixed_precision_param == "bfloat16"
-        plain, *others = map(torch.tensor, references.seeds(run))
-        spread = torch.stack([(plain - other).abs().mean() for other in others]).mean()
-        distance = (torch.tensor(references.losses(run, ranks_of(row))) - plain).abs().mean()
-        assert distance < 2 * spread, (distance, spread)
+        plain, *others = references.seeds(run)
+        far = distance(references.losses(run, ranks_of(row)), plain)
+        allowed = 2 * spread(plain, others)
+        assert far < allowed, (far, allowed)
 
     return cell, other, masked, bf16

@@ -4,7 +4,7 @@ pool.
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace as changed
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -52,32 +51,6 @@ W2 = "layers.1.feed_forward.w2"
 
 def full_precision(**changes: Any) -> Training:
     return Training(mixed_precision_param="float32", **changes)
-
-
-@dataclass(frozen=True)
-class Degrees:
-    """Degrees of parallelism; their product is the number of ranks."""
-
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    context: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-
-    @property
-    def dp_degree(self) -> int:
-        """Ranks that read different data."""
-        return self.dp_replicate * self.dp_shard
-
-    def build(self, world: DistEnv) -> DeviceMesh:
-        replicate, shard = self.dp_replicate, self.dp_shard
-        return world.build_mesh(
-            pp=self.pipeline,
-            dp_replicate=replicate,
-            dp_shard=shard,
-            cp=self.context,
-            tp=self.tensor,
-        )
 
 
 @dataclass
@@ -121,10 +94,11 @@ class Run:
     #: Ranks that share the experts of an MoE layer.
     expert: int = 1
 
-    def mesh(self, ranks: int) -> Degrees:
+    def mesh(self, ranks: int) -> MeshSizes:
         """The degrees on so many ranks; those left over share the weights."""
-        rest = ranks // (self.replicas * self.tensor * self.context * self.pipeline)
-        return Degrees(self.replicas, rest, self.context, self.tensor, self.pipeline)
+        degrees = (self.context, self.tensor, self.pipeline)
+        rest = ranks // (self.replicas * math.prod(degrees))
+        return MeshSizes(ranks, self.replicas, rest, *degrees, self.expert)
 
     def builder(self, world: DistEnv) -> ModelBuilder:
         training = changed(
@@ -138,8 +112,7 @@ class Run:
             pipeline_parallel_split_points=list(self.split_points),
             pipeline_parallel_microbatches=self.pieces,
         )
-        degrees = self.mesh(world.size)
-        sizes = MeshSizes(world.size, **dataclasses.asdict(degrees), expert=self.expert)
+        sizes = self.mesh(world.size)
         run = run_of(
             self.family,
             sizes,
@@ -149,11 +122,11 @@ class Run:
             compile=self.compile or Compile(),
             float8=self.float8,
         )
-        return ModelBuilder(run, self.args, degrees.build(world), world.device)
+        return ModelBuilder(run, self.args, world.build_mesh(**sizes.dimensions), world.device)
 
     def alone(self) -> Run:
         """The same run on one rank."""
-        return dataclasses.replace(self, replicas=1, tensor=1, context=1, pipeline=1, expert=1)
+        return replace(self, replicas=1, tensor=1, context=1, pipeline=1, expert=1)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -237,6 +210,8 @@ def stepper(
     settings = {"max_norm": 1.0, "guard": FiniteGuard(world.device), **common}
     settings.setdefault("sync_every", run.training.gradient_sync == "every")
     settings.setdefault("factors", ReplicationFactors(plan.tensor * plan.pipeline, plan.tensor))
+    if run.float8.precompute_float8_dynamic_scale_for_fsdp:
+        settings["after_update"] = ScalePrecompute(model, run.builder(world).mesh)
 
     def take(step: int, lr: float = 1e-3, batch: int = 0, **more: Any) -> StepResult:
         own = sequence_part(run, micro_batches(run, batch, rank, plan.dp_degree), world.rank)
@@ -283,12 +258,9 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def train(world: DistEnv, run: Run) -> Curve:
     """The run on this world; the curve holds full tensors under titanlite's names."""
-    builder = run.builder(world)
-    loss = builder.loss()
+    loss = run.builder(world).loss()
     model, optimizer, take = stepper(world, run, max_norm=run.max_norm, loss_function=loss)
     pipeline = run_stages(model, run, world, loss)
-    precompute = run.float8.precompute_float8_dynamic_scale_for_fsdp
-    after_update = ScalePrecompute(model, builder.mesh) if precompute else None
     curve = Curve([], [], {}, {})
     # Clipping happens in place inside the step: the first gradients are caught on their way to the
     # optimizer.
@@ -298,7 +270,7 @@ def train(world: DistEnv, run: Run) -> Curve:
         )
     )
     for step, rate in enumerate(run.rates, start=1):
-        result = take(step, rate, step - 1, pipeline=pipeline, after_update=after_update)
+        result = take(step, rate, step - 1, pipeline=pipeline)
         keep.remove()
         curve.losses.append(result.loss.item())
         curve.norms.append(result.grad_norm.item())
@@ -329,12 +301,12 @@ def initial_weights(world: DistEnv, run: Run) -> dict[str, torch.Tensor]:
 
 
 def batches(
-    steps: int, global_batch: int, seq_len: int, vocab: int, seed: int = 0
+    steps: int, global_batch: int, seq_len: int, vocab: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Random tokens and shifted labels [steps, global batch, seq_len]; sequences end after very
     unequal lengths.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     window = torch.randint(0, vocab, (steps, global_batch, seq_len + 1), generator=generator)
     tokens = window[..., :-1].contiguous()
     labels = window[..., 1:].clone()
@@ -344,12 +316,18 @@ def batches(
     return tokens, labels
 
 
+def moments_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """What the optimizer holds of this rank's layers."""
+    return {
+        f"{name}.{key}": full(value)
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
 def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Weights, moments and the optimizer's count of steps."""
-    state = {name: full(p) for name, p in model.named_parameters()}
-    for name, p in model.named_parameters():
-        state.update({f"{name}.{key}": full(value) for key, value in optimizer.state[p].items()})
-    return all_stages(model, state)
+    return all_stages(model, {**weights_of(model), **moments_of(model, optimizer)})
 
 
 def equal_states(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

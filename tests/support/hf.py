@@ -61,13 +61,12 @@ def hf_folder(folder: Path) -> Path:
 
 TOML = str(ROOT / "train_configs" / "hf_debug.toml")
 #: Sizes of all families but GPT-2. There is no dropout, so that two models can be compared.
-SMALL: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "intermediate_size": 96,
-    "vocab_size": 2304,
     "max_position_embeddings": 256,
     "pad_token_id": None,
     "bos_token_id": 1,
@@ -75,6 +74,7 @@ SMALL: dict[str, Any] = {
     "dropout": 0.0,
     "attention_dropout": 0.0,
 }
+SMALL: dict[str, Any] = {**SIZES, "vocab_size": 2304}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**SMALL, "tie_word_embeddings": False},
     "qwen2": {**SMALL, "tie_word_embeddings": True, "initializer_range": 0.05},

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.harness import full
-from tests.support.hf import FAMILIES, TOML
+from tests.support.hf import FAMILIES, SIZES, TOML
 from titanlite import load_config
 from titanlite.assembly.loaders import data_parallel_rank
 from titanlite.assembly.model import build_model
@@ -22,19 +22,7 @@ from titanlite.parallel.init import fill_part
 VOCABULARY = 192
 ROWS = 4
 SEQ = 32
-_SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "max_position_embeddings": 256,
-    "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-}
+_SIZES = {**SIZES, "hidden_dropout": 0.0}
 #: Windows are shorter than the documents.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {**_SIZES, "attention_bias": True},
@@ -132,12 +120,10 @@ def on_ranks(world: DistEnv, flags: list[str], documents: bool) -> Result:
     run = load_config(TOML, world.size, flags)
     parts = build_model(run, world, VOCABULARY)
     with torch.no_grad():
-        for name, parameter in parts.model.named_parameters():
-            larger(name, parameter)
-        for name, buffer in saved_buffers(parts.model).items():
-            larger(name, buffer)
-    weights = {name: full(p) for name, p in parts.model.named_parameters()}
-    weights |= {name: full(b) for name, b in saved_buffers(parts.model).items()}
+        saved = {**dict(parts.model.named_parameters()), **saved_buffers(parts.model)}
+        for name, tensor in saved.items():
+            larger(name, tensor)
+    weights = {name: full(tensor) for name, tensor in saved.items()}
     rank, degree = data_parallel_rank(parts.mesh), run.mesh.dp_degree
     mine = [part[rank::degree] for part in batch_of(documents) if part is not None]
     share = parts.runner.forward_backward([Batch(*mine)], torch.tensor(1.0))

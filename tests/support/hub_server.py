@@ -239,12 +239,12 @@ class Handler(UploadRoutes, BaseHTTPRequestHandler):
         else:
             return self.plain(self.hub.root.joinpath(*parts), parts[0])
         repo = f"{owner}/{name}"
-        if not (self.hub.root / kind / repo).is_dir():
+        folder = self.hub.root / kind / repo
+        if not folder.is_dir():
             return self.refuse("RepoNotFound", 401)
         if not self.allowed(repo):
             return self.refuse("GatedRepo", 403)
         revision, *path = rest or ["main"]
-        folder = self.hub.root / kind / repo
         known = {commit(one): one for one in folder.parent.glob(f"{name}@*")} | {
             commit(folder): folder,
             "main": folder,

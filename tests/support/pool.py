@@ -25,7 +25,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 import sys
 import tempfile
 import traceback
@@ -35,7 +34,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.support.ranks import start_fork_server
+from tests.support.ranks import free_port, start_fork_server
 from titanlite.dist.parent_death import end_with_parent
 
 #: Seconds of one wait for answers.
@@ -48,13 +47,6 @@ _AFTER_AN_ANSWER = 180
 
 class RankFailure(AssertionError):
     """One or more ranks raised or did not answer in time."""
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _serve(

@@ -54,10 +54,7 @@ def python(
 
 
 def titanlite(
-    *words: object,
-    cwd: Path = ROOT,
-    env: Mapping[str, str] | None = None,
-    timeout: float = 900,
+    *words: object, cwd: Path = ROOT, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run `titanlite` with these words to its end, as `python("-m", "titanlite", ...)` does.
 
@@ -72,11 +69,11 @@ def titanlite(
             args=([*map(str, words)], str(cwd), environment(**(env or {})), outputs),
         )
         process.start()
-        process.join(timeout)
+        process.join(900)
         if process.exitcode is None:
             process.kill()
             process.join()
-            raise subprocess.TimeoutExpired(["titanlite", *map(str, words)], timeout)
+            raise subprocess.TimeoutExpired(["titanlite", *map(str, words)], 900)
         texts = [output.read_text() for output in outputs]
     return subprocess.CompletedProcess(["titanlite", *words], process.exitcode, *texts)
 

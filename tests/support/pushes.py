@@ -25,8 +25,7 @@ def make_hub(folder: Path) -> HubServer:
 
 def variables(hub: HubServer, home: Path, token: str = ADA) -> dict[str, str]:
     """Return the environment of a push. home: of caches."""
-    found = hub.environment(home)
-    return {**found, "HF_TOKEN": token, "PYTHONWARNINGS": "ignore"}
+    return {**hub.environment(home), "HF_TOKEN": token, "PYTHONWARNINGS": "ignore"}
 
 
 def push(
@@ -50,8 +49,8 @@ def leaks(folder: Path) -> list[str]:
 
     git.diff may hold a change of these tests.
     """
-    found = []
-    for file in folder.rglob("*"):
-        if file.is_file() and file.name != "git.diff" and b"planted" in file.read_bytes():
-            found.append(str(file))
-    return found
+    return [
+        str(file)
+        for file in folder.rglob("*")
+        if file.is_file() and file.name != "git.diff" and b"planted" in file.read_bytes()
+    ]

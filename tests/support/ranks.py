@@ -37,6 +37,13 @@ class RanksError(RuntimeError):
     """A run did not end, or not as expected; the text has the end of its output."""
 
 
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def start_fork_server() -> None:
     """Let the fork server import torch in the background. Later calls do nothing.
 
@@ -78,23 +85,15 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         console.touch()
         self.console = console
         self._offset = console.stat().st_size
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         # The fork server has the environment of its start.
         launch = {name: value for name, value in os.environ.items() if name.startswith("HF_")}
         launch |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count))
-        launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.processes: list[ForkServerProcess] = []
         for rank in range(count):
             variables = {**launch, **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))}
-            words = (
-                main,
-                list(arguments),
-                variables,
-                str(console),
-                fault if rank == fault.rank else NO_FAULT,
-            )
+            own = fault if rank == fault.rank else NO_FAULT
+            words = (main, list(arguments), variables, str(console), own)
             process = multiprocessing.get_context("forkserver").Process(
                 target=_run_rank, args=words, daemon=True
             )

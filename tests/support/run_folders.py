@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ def change_start(folder: Path, number: int, **values: Any) -> None:
             entry.update({name: value for name, value in values.items() if name != "ended"})
         elif entry["attempt"] == number and "ended" in values:
             entry["time"] = values["ended"]
-    (folder / ATTEMPTS).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    written(folder, *entries)
 
 
 def training_row(
@@ -40,7 +40,9 @@ def training_row(
     }
 
 
-def write_metrics(folder: Path, rows: list[Mapping[str, Any]], name: str = "metrics.jsonl") -> Path:
+def write_metrics(
+    folder: Path, rows: Sequence[Mapping[str, Any]], name: str = "metrics.jsonl"
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -74,6 +76,4 @@ def end(number: int, time: float, step: int, state: str = "done", **more: Any) -
 
 def written(folder: Path, *entries: Any) -> Path:
     """Write a record of these lines."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "attempts.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    return folder
+    return write_metrics(folder, entries, ATTEMPTS)

@@ -12,9 +12,8 @@ from titanlite.resolve.load import load_config
 from titanlite.run.config import MeshSizes, RunConfig
 
 
-def run_of(family: str, mesh: MeshSizes | None = None, **sections: Any) -> RunConfig:
+def run_of(family: str, mesh: MeshSizes, **sections: Any) -> RunConfig:
     """Return the run of a family on a mesh, with these sections and the defaults of others."""
-    mesh = mesh or MeshSizes()
     degrees = {
         "context_parallel_degree": mesh.context,
         "pipeline_parallel_degree": mesh.pipeline,

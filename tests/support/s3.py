@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support import s3
 from tests.support.pool import RankPool
 from titanlite.checkpoint.store_paths import AnyPath, StorePath, _filesystem
 
@@ -119,4 +118,4 @@ class Storage:
     def run(
         self, ranks: RankPool, function: Callable[..., Any], *arguments: Any, **more: Any
     ) -> list[Any]:
-        return ranks.run(s3.there, self.environment, function, *arguments, **more)
+        return ranks.run(there, self.environment, function, *arguments, **more)

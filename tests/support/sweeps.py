@@ -46,10 +46,10 @@ def run_copy(command: Sequence[str], console: Path, **more: Any) -> int:
 def rows(folder: Path) -> list[tuple[Any, ...]]:
     """What a run has learnt, step by step, without times."""
     kept = ("step", "loss", "grad_norm", "lr", "tokens_seen", "validation_loss")
-    found = []
-    for row in read_metrics(folder / "metrics.jsonl"):
-        found.append(tuple((name, row[name]) for name in kept if name in row))
-    return found
+    return [
+        tuple((name, row[name]) for name in kept if name in row)
+        for row in read_metrics(folder / "metrics.jsonl")
+    ]
 
 
 def attempts(folder: Path) -> str:

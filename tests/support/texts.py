@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -72,9 +71,7 @@ def write_records(folder: Path, files: int = 3, records: int = 20) -> Path:
     folder.mkdir()
     for n in range(files):
         texts = [f"file {n} record {i} " + "word " * (i % 7) for i in range(records)]
-        (folder / f"{n}.jsonl").write_text(
-            "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        )
+        write_texts(folder / f"{n}.jsonl", texts)
     return folder
 
 
@@ -82,11 +79,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def rows_of(
-    path: Path, seq_len: int = 8, epochs: int | None = None, data: Any = None
-) -> PackedDataset:
-    training = Training(dataset_path=str(path), seq_len=seq_len, epochs=epochs)
-    found = TextReader(Data(**(data or {})), TOKENIZER, 2304).train(training)
+def rows_of(path: Path, epochs: int | None = None) -> PackedDataset:
+    training = Training(dataset_path=str(path), seq_len=8, epochs=epochs)
+    found = TextReader(Data(), TOKENIZER, 2304).train(training)
     assert isinstance(found, PackedDataset)
     return found
 

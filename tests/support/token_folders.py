@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
+from tests.support.texts import TOKENIZER
 from titanlite.data.prepared_tokens import fingerprint_of
 from titanlite.data.token_paths import INDEX, KIND
-from titanlite.data.tokenizer import load_tokenizer
 
-TOKENIZER = load_tokenizer()
 SIZE = TOKENIZER.vocab_size
 LENGTHS = [[2 + (i * 17) % 39 for i in range(15)], [], [40, 3, 3, 2, 97]]
 

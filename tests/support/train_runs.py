@@ -26,15 +26,6 @@ TINY = [
 ]
 
 
-def differing(left: Path, right: Path) -> list[str]:
-    """Return the tensors of two checkpoints that are not equal bit for bit."""
-    # It imports torch.
-    from titanlite.cli.hub.compare_checkpoints import Contents, compare
-
-    found = compare(Contents(left), Contents(right))
-    return [one.name for one in found if one.elements or one.left != one.right]
-
-
 def flags(folder: Path, *more: str) -> list[str]:
     return [*TINY, f"--job.dump_folder={folder}", *more]
 
@@ -58,9 +49,9 @@ def finish(arguments: Sequence[str], ranks: int, console: Path, fault: Fault = N
 
 def rows(folder: Path) -> list[tuple[Any, ...]]:
     """What metrics.jsonl has of each step, but for times and memory."""
-    found = read_metrics(folder / "metrics.jsonl")
     return [
-        (row["step"], row["loss"], row["grad_norm"], row["lr"], row["tokens_seen"]) for row in found
+        (row["step"], row["loss"], row["grad_norm"], row["lr"], row["tokens_seen"])
+        for row in read_metrics(folder / "metrics.jsonl")
     ]
 
 
@@ -68,10 +59,10 @@ def batches(folder: Path, ranks: int) -> list[dict[int, str]]:
     """Step -> hash of what it was trained on, by rank; of a step that was trained again, the last
     time.
     """
-    files = [folder / f"batches.{rank}" for rank in range(ranks)]
     return [
-        {row["step"]: row["batch"] for row in read_lines(file)} for file in files
-    ]  # a kill may tear a line
+        {row["step"]: row["batch"] for row in read_lines(folder / f"batches.{rank}")}
+        for rank in range(ranks)
+    ]
 
 
 def global_batches(folder: Path, ranks: int) -> dict[int, str]:
@@ -82,6 +73,8 @@ def global_batches(folder: Path, ranks: int) -> dict[int, str]:
 
 def unequal(left: Path, right: Path, step: int = STEPS) -> list[str]:
     """Tensors of the checkpoints of a step that are not the same bit for bit in the two runs."""
+    from tests.support import checkpoints  # which imports torch
+
     folders = [run / "checkpoint" / f"step-{step}" for run in (left, right)]
     states = []
     for folder in folders:
@@ -89,7 +82,7 @@ def unequal(left: Path, right: Path, step: int = STEPS) -> list[str]:
         # Each save has its own id.
         states.append({**train, "resume": train["resume"]["next_batch"]})
     assert states[0] == states[1]
-    return differing(*folders)
+    return checkpoints.unequal(*folders)
 
 
 def saved(folder: Path) -> list[str]:

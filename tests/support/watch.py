@@ -52,20 +52,19 @@ class Sent:
     bytes_out: int
 
 
-class Wire(TorchDispatchMode):
-    """Hands every collective of c10d to `note`, before it runs."""
+class Wire(Watch):
+    """Hands every collective of c10d to `told`, as soon as it is called."""
 
-    def __init__(self, note: Callable[[Sent], object]) -> None:
-        super().__init__()
-        self.note = note
+    def __init__(self, told: Callable[[Sent], object]) -> None:
+        super().__init__(self._look)
+        self.told = told
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _look(self, func: Any, args: Any, output: Any) -> None:
         if func.namespace == "c10d" and "barrier" not in str(func):
             name = str(func).split(".")[1].strip("_")
             out = _first(args[0])
             into = out if name in (SUM, "send", "recv") else _first(args[1])
-            self.note(Sent(name, into.dtype, into.nbytes, out.nbytes))
-        return func(*args, **(kwargs or {}))
+            self.told(Sent(name, into.dtype, into.nbytes, out.nbytes))
 
 
 def _first(value: Any) -> torch.Tensor:
