@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from titanlite.cli.hub.compare_checkpoints import read_transformers
 from titanlite.cli.main import main
@@ -71,10 +71,7 @@ def epsilon(model: Any) -> None:
 
 
 def gradient(model: Any) -> None:
-    def scaled(grad: Tensor) -> Tensor:
-        return grad * 1.0001
-
-    model.layers["1"].attention.wv.weight.register_hook(scaled)
+    model.layers["1"].attention.wv.weight.register_hook(lambda grad: grad * 1.0001)
 
 
 def not_a_number(model: Any) -> None:
@@ -82,8 +79,7 @@ def not_a_number(model: Any) -> None:
 
 
 def rotation(model: Any) -> None:
-    other = SPEC.build(replace(ARGS, rope_theta=2 * ARGS.rope_theta))
-    model.rope = other.rope
+    model.rope = SPEC.build(replace(ARGS, rope_theta=2 * ARGS.rope_theta)).rope
 
 
 @pytest.mark.parametrize(
@@ -106,11 +102,8 @@ def test_the_first_tensor_of_a_fault_is_named(fault, kind, name, folder, tmp_pat
     assert first_difference(folder, model, tmp_path) == (kind, name)
 
 
-FLAGS = ("debug_model.toml",)
-
-
 def parity(*words: str) -> int:
-    return main(["parity", *FLAGS, *words])
+    return main(["parity", "debug_model.toml", *words])
 
 
 def test_the_command_compares_a_small_model_and_counts_what_is_equal(capsys):
@@ -125,10 +118,9 @@ def test_the_command_compares_a_small_model_and_counts_what_is_equal(capsys):
 
 
 def test_weights_of_a_folder_and_a_config_that_computes_something_else(folder, capsys):
-    shape = [f"--model.hf_config={folder}", "--model.flavor=from_folder"]
-    words = ["parity", "debug_model.toml", *shape, f"--weights={folder}"]
-    assert main(words) == 0
-    assert main([*words, "--model.overrides.norm_eps=1e-3"]) == DIFFERENT
+    words = [f"--model.hf_config={folder}", "--model.flavor=from_folder", f"--weights={folder}"]
+    assert parity(*words) == 0
+    assert parity(*words, "--model.overrides.norm_eps=1e-3") == DIFFERENT
     name = "layers.0.attention_norm"
     assert re.search(
         rf"first difference: {name}, there model\.layers\.0\.input_layernorm\n"

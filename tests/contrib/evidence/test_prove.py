@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +22,8 @@ from titanlite.contrib.evidence.tiny import tiny_copy
 
 CONTROLS = ["moment", "generator", "weight", "batch", "rounding"]
 CHECKS = ["repeat", "kill", "resume", "layout", "ranks", "evaluation", "export"]
+#: The states of a proof in which all is well.
+PROVED = dict.fromkeys(CHECKS, HOLDS) | dict.fromkeys(CONTROLS, FOUND)
 FLAGS = [KEPT_TOKENS, "--job.dump_folder=run"]
 
 
@@ -62,7 +63,7 @@ def states(folder: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_the_debug_model_is_proved_and_each_fault_is_found(proof):
-    assert states(proof) == {**dict.fromkeys(CHECKS, HOLDS), **dict.fromkeys(CONTROLS, FOUND)}
+    assert states(proof) == PROVED
     found = json.loads((proof / "proof.json").read_text())
     assert found["verdict"] == "proved" and found["ranks"] == 2
     assert found["versions"]["torch"] == torch.__version__
@@ -81,12 +82,8 @@ def test_the_debug_model_is_proved_and_each_fault_is_found(proof):
     assert starts[1]["began"].startswith("resumed from step ")
 
 
-@dataclass(frozen=True)
 class Finished(Bench):
     """The runs of a proof that was made before."""
-
-    def train(self, name: str, *flags: str, ranks: int = 0) -> Path:
-        return self.folder / name
 
     def killed(self, name: str, steps: int) -> Path:
         return self.folder / name
@@ -135,13 +132,9 @@ def test_a_proof_with_a_run_in_place_of_another(proof, tmp_path, monkeypatch, na
     assert (code == 0) == (said == "proved")
     assert f'<span class="{said}">{said}</span>' in page
     assert ("prove nothing" in page) == (said == "void")
-    expected = dict.fromkeys(CHECKS, HOLDS) | dict.fromkeys(CONTROLS, FOUND)
-    if said == "void":
-        # No tolerance is small enough for a fault that changes nothing.
-        expected |= {name: MISSED, "rounding": MISSED}
-    elif said == "failed":
-        expected[name] = FAILS
-    assert states(tmp_path) == expected
+    # No tolerance is small enough for a fault that changes nothing.
+    changed = {"void": {name: MISSED, "rounding": MISSED}, "failed": {name: FAILS}, "proved": {}}
+    assert states(tmp_path) == PROVED | changed[said]
 
 
 @pytest.mark.slow
@@ -149,8 +142,7 @@ def test_a_proof_with_a_run_in_place_of_another(proof, tmp_path, monkeypatch, na
 def test_layouts_in_bfloat16_are_compared_in_float32(proof, tmp_path, monkeypatch, like, state):
     flag = "--training.mixed_precision_param=bfloat16"
     judge(proof, tmp_path, monkeypatch, "float32", like, flag)
-    expected = dict.fromkeys(CHECKS, HOLDS) | dict.fromkeys(CONTROLS, FOUND)
-    assert states(tmp_path) == {**expected, "layout": state, "ranks": state}
+    assert states(tmp_path) == {**PROVED, "layout": state, "ranks": state}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 from tests.support.processes import titanlite
 from tests.support.tiny import EIGHT_STEPS
 from titanlite.cli.main import main
+from titanlite.runs.read_jsonl import read_lines
 
 SAVES = ["--checkpoint.enable_checkpoint", "--checkpoint.interval=2", "--no-validation.enable"]
 
@@ -27,19 +28,24 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def judged(folder: Path, out: Path) -> tuple[int, dict[str, str], str]:
+@pytest.fixture
+def copied(good: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(good, tmp_path / "run")
+
+
+def judged(folder: Path) -> tuple[int, dict[str, str], str]:
+    out = folder.with_name("out")
     code = main(["prove", "--run", str(folder), "--folder", str(out)])
     found = json.loads((out / "proof.json").read_text())
     notes = " ".join(check["note"] for check in found["checks"])
     return code, {check["name"]: check["state"] for check in found["checks"]}, notes
 
 
-def test_the_records_of_a_good_run_fit(good: Path, tmp_path: Path) -> None:
-    code, states, _ = judged(good, tmp_path)
+def test_the_records_of_a_good_run_fit(good: Path) -> None:
+    code, states, _ = judged(good)
     names = ("saves", "record", "resumes", "data")
     assert (code, states) == (0, dict.fromkeys(names, "holds"))
-    lines = [json.loads(line) for line in (good / "attempts.jsonl").read_text().splitlines()]
-    (verdict,) = [line for line in lines if line["event"] == "resume"]
+    (verdict,) = [line for line in read_lines(good / "attempts.jsonl") if line["event"] == "resume"]
     manifest = json.loads((good / "checkpoint" / "step-4" / "manifest.json").read_text())
     assert verdict["next_batch"] == manifest["train"]["resume"]["next_batch"]
     assert (verdict["step"], verdict["verified"]) == (4, True)
@@ -100,40 +106,33 @@ ALTERED = {
 
 
 @pytest.mark.parametrize("name", ALTERED)
-def test_one_altered_record_is_found(good: Path, tmp_path: Path, name: str) -> None:
+def test_one_altered_record_is_found(copied: Path, name: str) -> None:
     where, said, change = ALTERED[name]
-    folder = tmp_path / "run"
-    shutil.copytree(good, folder)
-    change(folder)
-    code, states, notes = judged(folder, tmp_path / "out")
+    change(copied)
+    code, states, notes = judged(copied)
     assert code == 1 and said in notes
     assert states[where] == "fails"
 
 
-def test_missing_checkpoints_are_told(good: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(good, folder, ignore=shutil.ignore_patterns("checkpoint"))
-    code, states, notes = judged(folder, tmp_path / "out")
+def test_missing_checkpoints_are_told(copied: Path) -> None:
+    shutil.rmtree(copied / "checkpoint")
+    code, states, notes = judged(copied)
     assert code == 1 and "has kept no checkpoint" in notes
     assert "there is nothing to compare" in notes
     assert [states[name] for name in ("record", "saves", "data")] == ["holds", "not run", "not run"]
 
 
-def test_other_data_are_told(good: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(good, folder)
-    edit("config.toml", 'dataset = "c4_test"', 'dataset = "c4_validation"')(folder)
-    code, states, notes = judged(folder, tmp_path / "out")
+def test_other_data_are_told(copied: Path) -> None:
+    edit("config.toml", 'dataset = "c4_test"', 'dataset = "c4_validation"')(copied)
+    code, states, notes = judged(copied)
     assert (code, states["data"]) == (1, "fails") and "batch of step 3" in notes
 
 
-def test_records_that_are_not_there_or_of_another_form_are_told(good: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(good, folder)
-    edit("attempts.jsonl", '"verified"', '"was_verified"')(folder)
-    code, states, notes = judged(folder, tmp_path / "out")
+def test_records_that_are_not_there_or_of_another_form_are_told(copied: Path) -> None:
+    edit("attempts.jsonl", '"verified"', '"was_verified"')(copied)
+    code, states, notes = judged(copied)
     assert (code, states["resumes"]) == (1, "not run") and "KeyError: 'verified'" in notes
-    (folder / "attempts.jsonl").unlink()
-    code, states, notes = judged(folder, tmp_path / "out")
+    (copied / "attempts.jsonl").unlink()
+    code, states, notes = judged(copied)
     assert (code, states["record"], states["data"]) == (1, "fails", "not run")
     assert "IndexError" in notes

@@ -109,35 +109,26 @@ def test_a_stop_ends_the_upload_and_tells_its_command(hub, tmp_path):
     assert _is_safe(run, said)
 
 
-def _refused(folder: Path, *more: str, code: int = exit_codes.CONFIG) -> str:
-    codes, said = train(flags(folder / "run", *more), 1, folder / "console")
-    assert codes == [code], said
-    assert not (folder / "run" / "metrics.jsonl").exists()
-    return said
-
-
 def test_what_cannot_be_uploaded_is_refused_before_the_first_step(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_planted_bob")
-    said = _refused(tmp_path, HUB)
+    run = tmp_path / "run"
+    codes, said = train(flags(run, HUB), 1, tmp_path / "console")
+    assert codes == [exit_codes.CONFIG], said
+    assert not (run / "metrics.jsonl").exists()
     assert "checkpoint.hub: ada/tiny takes no upload of the owner of this token" in said
     assert "planted" not in said
-
-
-def _saved(hub: HubUploads, steps: int, *saved: int) -> list[list[str]]:
-    """What is pushed after these steps of a run of so many, as branches."""
-    pushed = []
-    hub._push = pushed.append  # type: ignore[method-assign, assignment]
-    for step in saved:
-        hub.on_save(SimpleNamespace(steps=steps), step, Path(f"step-{step}"), 0.0)  # type: ignore[arg-type]
-    hub._pool.shutdown()
-    return [words[5::2] for words in pushed]
 
 
 def test_milestones_multiples_and_the_last_step_go_up(tmp_path):
     section = Checkpoint(enable_checkpoint=True, hub="ada/tiny", hub_every=3, milestones=(4,))
     hub = HubUploads(section, tmp_path, "llama3")
-    wanted = [["step-3"], ["step-4"], ["step-6"], ["step-7", "main"]]
-    assert _saved(hub, 7, 1, 3, 4, 5, 6, 7) == wanted
+    pushed = []
+    hub._push = pushed.append  # type: ignore[method-assign, assignment]
+    for step in (1, 3, 4, 5, 6, 7):
+        hub.on_save(SimpleNamespace(steps=7), step, Path(f"step-{step}"), 0.0)  # type: ignore[arg-type]
+    hub._pool.shutdown()
+    branches = [words[5::2] for words in pushed]
+    assert branches == [["step-3"], ["step-4"], ["step-6"], ["step-7", "main"]]
 
 
 def test_the_wait_at_the_end_is_bounded(tmp_path, monkeypatch, caplog):

@@ -54,12 +54,12 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[MemberRe
         return folder, run_members([BROKEN, SMALL, HUGE, LARGE], CONFIG, folder)
 
 
-def started(folder: Path, seconds: str = "0.3") -> subprocess.Popen[bytes]:
+def started(folder: Path) -> subprocess.Popen[bytes]:
     """A sweep of two members in a process, with slow steps."""
     return subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(folder)],
         cwd=ROOT,
-        env=environment(STEP_SECONDS=seconds),
+        env=environment(STEP_SECONDS="0.3"),
         stderr=subprocess.DEVNULL,
     )
 

@@ -174,12 +174,11 @@ def test_the_results_of_a_sweep_hide_secrets(tmp_path):
 
 @pytest.mark.slow
 def test_a_sweep_trains_each_point_and_names_the_best(tmp_path):
-    folder = tmp_path
-    (folder / "tiny.toml").write_text(HEAD + RATES.replace(", 1e9", ""))
-    done = titanlite("sweep", "tiny.toml", cwd=folder)
+    (tmp_path / "tiny.toml").write_text(HEAD + RATES.replace(", 1e9", ""))
+    done = titanlite("sweep", "tiny.toml", cwd=tmp_path)
     assert done.returncode == exit_codes.DONE, done.stderr
     # job.dump_folder of the debug model is ./outputs/debug_model.
-    own = folder / "outputs" / "debug_model-sweep"
+    own = tmp_path / "outputs" / "debug_model-sweep"
     found = json.loads((own / "results.json").read_text())
     losses = {run["name"]: run["loss"] for run in found["runs"]}
     assert list(losses) == ["lr=0.01", "lr=0.001"]
@@ -189,7 +188,5 @@ def test_a_sweep_trains_each_point_and_names_the_best(tmp_path):
     assert lines[1].split()[:2] == ["0.01", f"{losses['lr=0.01']:.4f}"]
     (best,) = [line for line in lines if line.startswith("best: titanlite ")]
     *words, file, _ = shlex.split(best.removeprefix("best: titanlite "))
-    assert (
-        words == ["train"]
-        and (folder / file).read_text() == (own / "lr=0.01" / "config.toml").read_text()
-    )
+    assert words == ["train"]
+    assert (tmp_path / file).read_text() == (own / "lr=0.01" / "config.toml").read_text()

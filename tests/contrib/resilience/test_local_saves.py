@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.checkpoints import PRINTS, RUN, assert_equal, flip, options
-from tests.support.harness import Run, full, stepper
+from tests.support.harness import Run, build_tiny, state_of, stepper
 from tests.support.pool import Pools
 from tests.support.words import listening
 from titanlite.checkpoint.manager import Checkpointer
@@ -28,7 +29,7 @@ from titanlite.run.config import RunConfig
 
 #: Shared checkpoints come after these steps, local saves after all others.
 SHARED = 4
-_STRAIGHT: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
+_STRAIGHT: dict[tuple[int, int], list[dict[str, Any]]] = {}
 
 
 def train_both(
@@ -41,35 +42,23 @@ def train_both(
     **fields: Any,
 ) -> dict[str, Any]:
     """Steps to `last`, from the newest save of both tiers. nodes: the node of each rank."""
-    model, optimizer, take = stepper(world, run, loss_function=run.builder(world).loss())
+    model, optimizer, take = stepper(world, run)
     torch.manual_seed(100 + world.rank)
     local = folder / f"node-{nodes[world.rank]}"
     section = options(folder / "shared", local_folder=str(local), local_interval=1, **fields)
-    saver = TieredCheckpointer(section, world, PRINTS)
     draws = []
-    with listening() as said:
-        try:
-            loaded = saver.load(model, optimizer)
-            start = loaded.step if loaded else 0
-            for step in range(start + 1, last + 1):
-                take(step, run.rates[step - 1], step - 1)
-                draws.append(torch.rand(()).item())
-                train = {"next_sequence": 8 * step}
-                if step % SHARED == 0:
-                    saver.save(step, model, optimizer, train)
-                else:
-                    saver.save_local(step, model, optimizer, train)
-            saver.wait()
-        finally:
-            saver.close()
+    with listening() as said, closing(TieredCheckpointer(section, world, PRINTS)) as saver:
+        loaded = saver.load(model, optimizer)
+        start = loaded.step if loaded else 0
+        for step in range(start + 1, last + 1):
+            take(step, run.rates[step - 1], step - 1)
+            draws.append(torch.rand(()).item())
+            save = saver.save_local if step % SHARED else saver.save
+            save(step, model, optimizer, {"next_sequence": 8 * step})
+        saver.wait()
     assert start == expected_step, said
-    state = {}
-    for name, parameter in model.named_parameters():
-        for kind, value in optimizer.state[parameter].items():
-            state[f"{name}.{kind}"] = full(value)
-    weights = {name: full(parameter) for name, parameter in model.named_parameters()}
-    notices = [] if loaded is None else loaded.notices
-    tensors = {**weights, **state}
+    notices = loaded.notices if loaded else []
+    tensors = state_of(model, optimizer)
     return {"tensors": tensors, "draws": draws, "said": said, "notices": notices}
 
 
@@ -81,12 +70,14 @@ def refused(world: DistEnv, *arguments: Any, **fields: Any) -> str:
     raise AssertionError("it was not refused")
 
 
-def straight(pool: Pools, run: Run, folder: Path, ranks: int, last: int) -> list[dict[str, Any]]:
-    """Return the results of a run without a stop; each is trained once."""
-    key = (run.replicas, ranks, last)
+def straight(pool: Pools, run: Run, folder: Path, last: int) -> list[dict[str, Any]]:
+    """Return the results of a run without a stop on two ranks of each replica; each is trained
+    once.
+    """
+    key = (run.replicas, last)
     if key not in _STRAIGHT:
-        nodes = [0] * ranks
-        _STRAIGHT[key] = pool(ranks).run(train_both, run, folder / "straight", last, nodes)
+        ranks = 2 * run.replicas
+        _STRAIGHT[key] = pool(ranks).run(train_both, run, folder / "straight", last, [0] * ranks)
     return _STRAIGHT[key]
 
 
@@ -117,10 +108,9 @@ def two(pool: Pools, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
 
 
 def test_a_run_goes_on_from_a_local_save_bit_for_bit(two, pool, tmp_path):
-    fields = {"async_mode": "async"}
-    two(7, **fields)
-    found = two(10, 7, **fields)
-    same_end(found, straight(pool, RUN, tmp_path, 2, 10))
+    two(7, async_mode="async")
+    found = two(10, 7, async_mode="async")
+    same_end(found, straight(pool, RUN, tmp_path, 10))
     notice = "the local save of step 7 is taken: the newest shared checkpoint is of step 4"
     assert notice in found[0]["notices"]
 
@@ -147,7 +137,7 @@ def test_without_a_part_of_a_rank_an_older_save_is_taken(two, pool, tmp_path, lo
     else:
         flip(part)
     found = two(10, step)
-    same_end(found, straight(pool, RUN, tmp_path, 2, 10))
+    same_end(found, straight(pool, RUN, tmp_path, 10))
     passed = [line for line in found[0]["notices"] if "passed over: the local save" in line]
     assert "step 7: no node has the part of rank 1, nor a replica's" in passed[0]
     assert ("has changed since it was written" in passed[0]) == (lost == "bit")
@@ -163,7 +153,7 @@ def test_a_lost_node_gets_its_part_from_a_replica(pool, tmp_path):
     pool(4).run(train_both, HSDP, tmp_path, 7, nodes)
     shutil.rmtree(tmp_path / "node-0")
     found = pool(4).run(train_both, HSDP, tmp_path, 10, nodes, 7)
-    same_end(found, straight(pool, HSDP, tmp_path, 4, 10))
+    same_end(found, straight(pool, HSDP, tmp_path, 10))
     assert (
         "2 ranks got their part of the local save from another node, as rank 0 from that of rank 2"
     ) in found[0]["notices"]
@@ -174,7 +164,7 @@ def test_a_lost_node_gets_its_part_from_a_replica(pool, tmp_path):
 def test_ranks_that_changed_their_nodes_get_their_own_parts(two, pool, tmp_path):
     two(7)
     found = two(10, 7, [1, 0])
-    same_end(found, straight(pool, RUN, tmp_path, 2, 10))
+    same_end(found, straight(pool, RUN, tmp_path, 10))
 
 
 @pytest.mark.slow
@@ -233,38 +223,37 @@ def test_a_folder_that_cannot_be_made_is_told_at_the_start(pool, tmp_path):
 @pytest.mark.slow
 def test_a_rollback_takes_the_newest_save_that_is_not_suspect(two, pool, tmp_path):
     two(7)
-    assert pool(2).run(_go_back, RUN, tmp_path, {7: "it is suspect"}) == [6, 6]
+    assert pool(2).run(_go_back, tmp_path) == [6, 6]
     assert not parts_of(tmp_path, 1, 1, 7)
     assert (tmp_path / "shared" / "step-4").is_dir()
     two(6, 6)
 
 
-def _saver(world: DistEnv, run: Run, folder: Path) -> tuple[Any, Any, TieredCheckpointer]:
-    model, optimizer, _ = stepper(world, run, loss_function=run.builder(world).loss())
+def _saver(world: DistEnv, folder: Path) -> tuple[Any, Any, TieredCheckpointer]:
+    model, optimizer, _ = build_tiny(world, RUN)
     local = folder / f"node-{world.rank}"
     section = options(folder / "shared", local_folder=str(local), local_interval=1)
     return model, optimizer, TieredCheckpointer(section, world, PRINTS)
 
 
-def _go_back(world: DistEnv, run: Run, folder: Path, suspects: dict[int, str]) -> int:
-    model, optimizer, saver = _saver(world, run, folder)
-    try:
+def _go_back(world: DistEnv, folder: Path) -> int:
+    model, optimizer, saver = _saver(world, folder)
+    suspects = {7: "it is suspect"}
+    with closing(saver):
         saver.load(model, optimizer)
         return saver.load_newest(model, optimizer, lambda step: suspects.get(step, "")).step
-    finally:
-        saver.close()
 
 
 def test_a_connection_that_breaks_in_mid_copy_ends_nothing(two, pool, tmp_path):
-    found = pool(2).run(_train_until_a_copy_breaks, RUN, tmp_path)
-    same_end(found, straight(pool, RUN, tmp_path, 2, 7))
+    found = pool(2).run(_train_until_a_copy_breaks, tmp_path)
+    same_end(found, straight(pool, RUN, tmp_path, 7))
     (told,) = [line for line in found[0]["said"] if "no local save was written" in line]
     assert "step 6: " in told
     assert parts_of(tmp_path, 1, 1, 6) == []
     two(7, 7, local_copies=1)
 
 
-def _train_until_a_copy_breaks(world: DistEnv, run: Run, folder: Path) -> dict[str, Any]:
+def _train_until_a_copy_breaks(world: DistEnv, folder: Path) -> dict[str, Any]:
     """Steps to 7. In the save of step 6 rank 1 loses its connection, and rank 0 waits for it."""
     real = Copies.exchange
 
@@ -274,7 +263,7 @@ def _train_until_a_copy_breaks(world: DistEnv, run: Run, folder: Path) -> dict[s
         return real(copies, part, written, step, *more)
 
     with patch.object(Copies, "exchange", breaking):
-        return train_both(world, run, folder, 7, [0, 1], async_mode="async", local_copies=1)
+        return train_both(world, RUN, folder, 7, [0, 1], async_mode="async", local_copies=1)
 
 
 @pytest.mark.parametrize(
@@ -305,14 +294,14 @@ def test_a_whole_save_of_an_abandoned_past_on_nodes_that_were_away_never_comes_b
 @pytest.mark.slow
 def test_a_run_that_went_on_without_local_saves_never_gets_old_ones_back(two, pool, tmp_path):
     two(7)
-    pool(2).run(_start_without_local_saves, RUN, tmp_path)
+    pool(2).run(_start_without_local_saves, tmp_path)
     found = two(5, 4)[0]
     assert any("later the run went on without it" in line for line in found["notices"])
 
 
-def _start_without_local_saves(world: DistEnv, run: Run, folder: Path) -> None:
+def _start_without_local_saves(world: DistEnv, folder: Path) -> None:
     """Resume from the shared checkpoint alone, and save nothing."""
-    model, optimizer, _ = stepper(world, run, loss_function=run.builder(world).loss())
+    model, optimizer, _ = build_tiny(world, RUN)
     saver = Checkpointer(options(folder / "shared"), world, PRINTS)
     assert saver.load(model, optimizer) is not None
     saver.close()
@@ -347,21 +336,19 @@ def test_a_local_save_of_a_later_titanlite_is_refused_and_stays(two, pool, tmp_p
 
 
 def test_unproven_saves_delete_nothing_and_a_proven_one_leaves_two(pool, tmp_path):
-    left = pool(2).run(_save_without_proof, RUN, tmp_path)[0]
+    left = pool(2).run(_save_without_proof, tmp_path)[0]
     assert left == [["step-1", "step-2", "step-3", "step-4"], ["step-4", "step-5"]]
 
 
-def _save_without_proof(world: DistEnv, run: Run, folder: Path) -> list[list[str]]:
+def _save_without_proof(world: DistEnv, folder: Path) -> list[list[str]]:
     """Save four times without proof, then with; return what lay there before and after the last."""
-    model, optimizer, saver = _saver(world, run, folder)
+    model, optimizer, saver = _saver(world, folder)
     found = []
-    try:
+    with closing(saver):
         for step in range(1, 6):
             saver.save_local(step, model, optimizer, {}, proven=step == 5)
             if step >= 4:
                 found.append(sorted(path.name for path in saver.local.step(0).parent.iterdir()))
-    finally:
-        saver.close()
     return found
 
 

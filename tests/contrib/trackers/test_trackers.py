@@ -25,7 +25,6 @@ from titanlite.metrics import boards
 from titanlite.metrics.boards import BackgroundWriter, close_all
 from titanlite.metrics.tracker_base import TrackedRun, Tracker
 
-NAMES = ["mlflow", "comet", "trackio"]
 LOSS = "loss_metrics/global_avg_loss"
 #: Where each service writes below a folder, without a network.
 LOCAL: dict[str, Callable[[Path], dict[str, str]]] = {
@@ -38,8 +37,8 @@ LOCAL: dict[str, Callable[[Path], dict[str, str]]] = {
 }
 
 
-def open_trackers(names: list[str], run: TrackedRun) -> list[Tracker]:
-    return [doors.load(doors.OURS["trackers"][name])(run) for name in names]
+def open_tracker(name: str, run: TrackedRun) -> Tracker:
+    return doors.load(doors.OURS["trackers"][name])(run)
 
 
 @dataclass
@@ -118,7 +117,7 @@ READERS = {"mlflow": read_mlflow, "comet": read_comet, "trackio": read_trackio}
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", LOCAL)
 def test_a_service_holds_each_row_once_and_a_resumed_run_continues_there(
     tmp_path, monkeypatch, name
 ):
@@ -135,7 +134,7 @@ def test_a_service_holds_each_row_once_and_a_resumed_run_continues_there(
     ids = []
     with listening() as said:
         for resumed, steps in ((False, (1, 2)), (True, (3,)), (False, ())):
-            (tracker,) = open_trackers([name], TrackedRun(folder, config, "words", resumed=resumed))
+            tracker = open_tracker(name, TrackedRun(folder, config, "words", resumed=resumed))
             for step in steps:
                 tracker.write(step, rows[step])
             # A busy machine may need more than the second that a failed run leaves.
@@ -166,7 +165,7 @@ def test_comet_leaves_the_hook_of_errors_and_torch_alone(tmp_path, monkeypatch):
 
     monkeypatch.setenv("COMET_OFFLINE_DIRECTORY", str(tmp_path))
     hook, backward = sys.excepthook, torch.Tensor.backward
-    open_trackers(["comet"], TrackedRun(tmp_path, {}))[0].close()
+    open_tracker("comet", TrackedRun(tmp_path, {})).close()
     assert sys.excepthook is hook
     assert torch.Tensor.backward is backward
 
@@ -180,7 +179,7 @@ def test_a_service_that_fails_costs_one_warning(tmp_path, monkeypatch):
     broken.init = refuse  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "trackio", broken)
     with listening() as said:
-        (tracker,) = open_trackers(["trackio"], TrackedRun(tmp_path, {}))
+        tracker = open_tracker("trackio", TrackedRun(tmp_path, {}))
         for step in range(100):
             tracker.write(step, {"loss": 1.0})
         tracker.close()
