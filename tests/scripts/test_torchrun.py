@@ -88,20 +88,9 @@ def test_a_killed_only_rank_ends_as_killed():
     """So that the scripts of `titanlite launch` start it again, as when one of several is
     killed.
     """
-    words = [
-        "--nproc_per_node=1",
-        "--rdzv_backend=c10d",
-        "--rdzv_endpoint=localhost:0",
-        "--no-python",
-    ]
-    done = python(
-        "-m",
-        "titanlite.torchrun",
-        *words,
-        sys.executable,
-        "-c",
-        "import os; os.kill(os.getpid(), 9)",
-    )
+    words = ["--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
+    kills = ["--no-python", sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    done = python("-m", "titanlite.torchrun", *words, *kills)
     assert done.returncode == 128 + 9
     assert "Signal 9 (SIGKILL)" in done.stderr
 
@@ -311,11 +300,9 @@ def test_its_end_leaves_no_time_to_a_thread_that_talks_to_the_store(tmp_path):
     """Where Python ends such a thread, torch aborts the process, with code 134."""
     script = tmp_path / "rank.py"
     script.write_text("print('done')")
-    words = [
-        "import atexit",
-        "atexit.register(print, 'late')",
-        "from titanlite.torchrun import main",
-    ]
-    done = python("-c", "; ".join([*words, "main()"]), "--standalone", script)
+    words = (
+        "import atexit; atexit.register(print, 'late'); from titanlite.torchrun import main; main()"
+    )
+    done = python("-c", words, "--standalone", script)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "done\n"
