@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
+from tests.support.run_of import run_from
 from tests.support.tiny import KEPT_TOKENS
 from titanlite.assembly.build import build
 from titanlite.cli.plan.memory_tracker import MemoryMeter
 from titanlite.data.loader import Batch, to_device
 from titanlite.dist.dist_env import DistEnv
 from titanlite.plan.parts import RankMemory
-from titanlite.resolve.load import check_config, load_config
+from titanlite.resolve.load import load_config
 from titanlite.run.config import RunConfig
 
 _BASE = {
@@ -130,7 +131,7 @@ def config_of(case: str) -> tuple[int, list[str]]:
 def planned(case: str) -> RunConfig:
     """Return the run of a case as the plan reads it."""
     ranks, flags = config_of(case)
-    return check_config(["--job.config_file=debug_model.toml", *flags], ranks, training=False)[1]
+    return run_from("debug_model.toml", ranks, *flags)
 
 
 def measure(world: DistEnv, case: str) -> RankMemory:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.run_of import run_from
 from titanlite.cli import main as cli
 from titanlite.plan.hardware import cluster_of
 from titanlite.plan.parts import GIB
 from titanlite.plan.plan import make_plan
-from titanlite.resolve.load import check_config
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 #: Page → examples in it.
@@ -29,14 +29,22 @@ PAGES = {
 #: File → the hardware that it names. hf_debug.toml has no formulas.
 HARDWARE = {
     **dict.fromkeys(
-        ("llama3_8b", "llama3_1_8b", "mistral_7b", "mathstral_7b", "qwen3_8b"), [(8, "h100-80g")]
+        (
+            "llama3_8b",
+            "llama3_1_8b",
+            "mistral_7b",
+            "mathstral_7b",
+            "qwen3_8b",
+            "olmo2_7b",
+            "olmo3_7b",
+            "gemma3_4b",
+            "llama3_8b_level1_default",
+            "llama3_8b_level2_compile",
+            "llama3_8b_level3_float8",
+            "llama3_8b_level4_float8_all_gather",
+        ),
+        [(8, "h100-80g")],
     ),
-    **dict.fromkeys(("olmo2_7b", "olmo3_7b", "gemma3_4b"), [(8, "h100-80g")]),
-    **{
-        f"llama3_8b_level{level}": [(8, "h100-80g")]
-        for level in ("1_default", "2_compile", "3_float8")
-    },
-    "llama3_8b_level4_float8_all_gather": [(8, "h100-80g")],
     "llama3_8b_h200": [(1, "h200-141g")],
     "llama2_7b": [(8, "a100-40g")],
     "llama2_13b": [(8, "a100-80g")],
@@ -45,13 +53,9 @@ HARDWARE = {
     "llama3_2_1b": [(1, "l40s-48g")],
     "llama3_2_3b": [(8, "a100-40g"), (2, "a100-80g")],
     **dict.fromkeys(("mixtral_8x7b", "qwen3_30b_a3b"), [(16, "h100-80g")]),
-    "deepseek_v3_16b": [(8, "h100-80g")],
-    "gpt_oss_20b": [(8, "h100-80g")],
-    "gpt_oss_120b": [(64, "h100-80g")],
-    "llama4_17bx16e": [(64, "h100-80g")],
-    "debug_model": [(2, "l4-24g")],
-    "debug_deepseek_v3": [(2, "l4-24g")],
-    "sft_debug": [(2, "l4-24g")],
+    **dict.fromkeys(("deepseek_v3_16b", "gpt_oss_20b"), [(8, "h100-80g")]),
+    **dict.fromkeys(("gpt_oss_120b", "llama4_17bx16e"), [(64, "h100-80g")]),
+    **dict.fromkeys(("debug_model", "debug_deepseek_v3", "sft_debug"), [(2, "l4-24g")]),
     "llama3_1_8b_lora": [(1, "l4-24g")],
 }
 
@@ -61,8 +65,7 @@ def comment(name: str) -> str:
     needs = []
     lines = []
     for gpus, kind in HARDWARE[name]:
-        argv = [f"--job.config_file={FOLDER / name}.toml"]
-        run = check_config(argv, gpus, training=False)[1]
+        run = run_from(FOLDER / f"{name}.toml", gpus)
         plan = make_plan(run, cluster_of(run, gpu=kind, gpus=gpus))
         assert plan.fits, f"{name} on {gpus} x {kind}: {plan.needed / GIB:.1f} GiB"
         needs.append(

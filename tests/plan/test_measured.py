@@ -12,12 +12,12 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from tests.support.run_of import run_from
 from titanlite.cli import main as cli
 from titanlite.cli.plan.measured import anchored, trace_parts
 from titanlite.config.errors import ConfigError
 from titanlite.plan.hardware import GPUS, Cluster
 from titanlite.plan.speed import predict
-from titanlite.resolve.load import check_config
 from titanlite.run.config import RunConfig
 
 H200 = Cluster(GPUS["h200-141g"], 1, 1, 5e10)
@@ -31,15 +31,13 @@ MEASURED = {
 
 
 def of(config: str, *flags: str) -> RunConfig:
-    argv = [f"--job.config_file={config}", "--training.global_batch_size=-1", *flags]
-    return check_config(argv, 1, training=False)[1]
+    return run_from(config, 1, "--training.global_batch_size=-1", *flags)
 
 
-def folder_of(
+def write_record(
     folder: Path, run: RunConfig, seconds: float, device: str = "NVIDIA H200", steps: int = 3
-) -> Path:
+) -> None:
     """Write the record of a run whose first step was slow."""
-    folder.mkdir(parents=True)
     (folder / "config.toml").write_text(run.toml)
     start = {"event": "start", "attempt": 1, "time": "2026-11-26T06:00:00+00:00"}
     (folder / "attempts.jsonl").write_text(
@@ -50,7 +48,6 @@ def folder_of(
         for step in range(1, steps + 1)
     ]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return folder
 
 
 def write_trace(folder: Path, text: str) -> None:
@@ -78,14 +75,13 @@ def test_one_of_two_measured_runs_on_an_h200_predicts_the_other(
 ):
     config, flags, tokens = MEASURED[one]
     run = of(config, *EAGER, *flags)
-    seconds = run.batch.tokens_per_step / tokens
     cluster = replace(H200, gpu=GPUS[gpu])
-    found = anchored(cluster, folder_of(tmp_path / "run", run, seconds, device))
+    write_record(tmp_path, run, run.batch.tokens_per_step / tokens, device)
+    found = anchored(cluster, tmp_path)
     config, flags, tokens = MEASURED[other]
     run = of(config, *EAGER, *flags)
     assert predict(run, cluster).tokens_per_second / tokens - 1 == pytest.approx(before, abs=0.02)
-    speed = predict(run, found)
-    assert speed.tokens_per_second == pytest.approx(tokens, rel=0.02)
+    assert predict(run, found).tokens_per_second == pytest.approx(tokens, rel=0.02)
 
 
 def test_each_part_of_a_trace_scales_its_part_of_another_plan(tmp_path):
@@ -96,7 +92,7 @@ def test_each_part_of_a_trace_scales_its_part_of_another_plan(tmp_path):
     planned = predict(run, H200).parts
     slower = {"matrix products": 2, "attention": 3, "memory traffic": 4, "optimizer": 5}
     seconds = {name: factor * planned[name] for name, factor in slower.items()}
-    folder = folder_of(tmp_path / "run", run, 1.1 * sum(seconds.values()))
+    write_record(tmp_path, run, 1.1 * sum(seconds.values()))
     operators = ("aten::mm", "aten::_flash_attention_backward", "aten::add", "aten::_fused_adamw_")
     events = [
         event("user_annotation", "ProfilerStep#9", 0, 100),
@@ -107,8 +103,8 @@ def test_each_part_of_a_trace_scales_its_part_of_another_plan(tmp_path):
     for number, (name, duration) in enumerate(zip(operators, seconds.values(), strict=True), 1):
         events.append(event("cpu_op", name, 10 * number, 5, number))
         events.append(event("kernel", "nvjet_tst_128x256", 100 * number, 1e6 * duration, number))
-    write_trace(folder, json.dumps({"traceEvents": [{"ph": "M"}, *events]}))
-    found = anchored(H200, folder)
+    write_trace(tmp_path, json.dumps({"traceEvents": [{"ph": "M"}, *events]}))
+    found = anchored(H200, tmp_path)
     assert found.slower == pytest.approx(1.1)
     other = of(
         "llama3_2_3b.toml", "--training.seq_len=8192", "--activation_checkpoint.mode=selective"
@@ -149,13 +145,13 @@ def test_a_trace_of_a_cpu_is_divided_as_the_profiler_divides_it(tmp_path):
 def test_a_search_and_a_plan_name_the_run_that_they_take_rates_from(tmp_path, capsys):
     run = of("llama3_8b.toml", FULL)
     seconds = 2 * predict(run, H200).step_seconds
-    folder = folder_of(tmp_path / "run", run, seconds)
+    write_record(tmp_path, run, seconds)
     words = ["plan", "llama3_8b.toml", "--gpus", "1", "--gpu", "h200-141g", FULL]
-    words += ["--training.global_batch_size=-1", "--measured", str(folder)]
+    words += ["--training.global_batch_size=-1", "--measured", str(tmp_path)]
     assert cli.main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["step_seconds"] == pytest.approx(seconds)
-    note = f"seconds measured by {folder} (NVIDIA H200): whole step x 2"
+    note = f"seconds measured by {tmp_path} (NVIDIA H200): whole step x 2"
     assert found["assumptions"][-1] == note
     assert cli.main([*words, "--search"]) == 0
     assert capsys.readouterr().out.startswith(f"# {note}\n")
@@ -170,7 +166,7 @@ def test_a_search_and_a_plan_name_the_run_that_they_take_rates_from(tmp_path, ca
     ],
 )
 def test_a_run_that_measured_nothing_is_refused(tmp_path, steps, trace, said):
-    folder = folder_of(tmp_path / "run", of("llama3_2_1b.toml"), 1.0, steps=steps)
-    write_trace(folder, trace)
+    write_record(tmp_path, of("llama3_2_1b.toml"), 1.0, steps=steps)
+    write_trace(tmp_path, trace)
     with pytest.raises(ConfigError, match=said):
-        anchored(H200, folder)
+        anchored(H200, tmp_path)

@@ -2,22 +2,16 @@
 
 import pytest
 
+from tests.support.run_of import run_from
 from titanlite.plan.memory import NoFormula, estimate
-from titanlite.resolve.load import check_config
+from titanlite.plan.parts import GIB
 
-GIB = 2**30
 BLOCKS_6 = "--model.overrides.n_layers=6 --training.global_batch_size=8 --training.loss_chunks=8"
 OPTION = "--activation_checkpoint.selective_ac_option"
 
 
-def read(config: str, ranks: int, *flags: str):
-    return check_config(
-        [f"--job.config_file=train_configs/{config}.toml", *flags], ranks, training=False
-    )[1]
-
-
 def plan(config: str, ranks: int, *flags: str):
-    return estimate(read(config, ranks, *flags))
+    return estimate(run_from(f"{config}.toml", ranks, *flags))
 
 
 WHOLE_STEP = "--training.global_batch_size=-1"
@@ -92,9 +86,8 @@ def test_the_peak_is_that_of_a_trace(traced, within, config, ranks, flags):
 
 
 def test_every_rank_of_expert_parallelism_has_its_experts():
-    run = read(
-        "mixtral_8x7b", 16, "--model.overrides.n_layers=3", "--parallelism.expert_parallel_degree=4"
-    )
+    flags = ("--model.overrides.n_layers=3", "--parallelism.expert_parallel_degree=4")
+    run = run_from("mixtral_8x7b.toml", 16, *flags)
     first, last = (estimate(run, rank).peak.parts["optimizer"] for rank in (0, 15))
     assert last == pytest.approx(first, rel=1e-3)  # the router has fewer rows than ranks
 
@@ -115,9 +108,8 @@ def test_offload_moves_bytes_to_the_host():
 
 
 def test_the_worst_pipeline_rank_has_the_logits():
-    run = read(
-        "llama3_1_8b", 32, *PIPELINE, "--training.batch_size=8", "--activation_checkpoint.mode=full"
-    )
+    flags = (*PIPELINE, "--training.batch_size=8", f"{AC}full")
+    run = run_from("llama3_1_8b.toml", 32, *flags)
     assert estimate(run).rank == 24
     assert estimate(run).peak.total > estimate(run, rank=0).peak.total
 

@@ -11,6 +11,7 @@ from tests.plan.measured import CASES, allocated, measure, measure_step, planned
 from tests.support.block_trace import trace_block
 from tests.support.hf import TOML
 from tests.support.hf_compare import flags_of
+from tests.support.run_of import run_from
 from tests.support.tiny import KEPT_TOKENS
 from titanlite.cli.plan.memory_trace import trace
 from titanlite.config.errors import ConfigError
@@ -23,9 +24,10 @@ from titanlite.plan.rank_sizes import RankSizes, block_memory
 from titanlite.resolve.load import check_config
 from titanlite.run.config import RunConfig
 
-#: Whole runs in a second each; the benchmark compares all.
-QUICK = ["1 rank, AC full", "fsdp 2, four micro-batches"]
-SLOW = [
+#: Runs that a trace is held against; the benchmark compares all.
+TRACED = [
+    "1 rank, AC full",
+    "fsdp 2, four micro-batches",
     "1 rank, float8 rowwise, AC op",
     "fsdp 2, four micro-batches, reduced each",
     "tp 2, norms around, AC full",
@@ -38,17 +40,11 @@ SLOW = [
 
 def config(ranks: int, name: str = "llama3_1_8b.toml", **flags: Any) -> RunConfig:
     given = {"model.overrides.n_layers": 2, "training.global_batch_size": -1, **flags}
-    return check_config(
-        [f"--job.config_file={name}", *(f"--{k}={v}" for k, v in given.items())],
-        ranks,
-        training=False,
-    )[1]
+    return run_from(name, ranks, *(f"--{key}={value}" for key, value in given.items()))
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize(
-    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
-)
+@pytest.mark.parametrize("case", TRACED)
 def test_the_peak_is_that_of_the_real_run(pool, case):
     ranks = CASES[case][0]
     real = pool(ranks).run(measure, case)[ranks - 1].peak
@@ -93,7 +89,7 @@ def test_ranks_without_others_of_their_data_reduce_in_one_buffer(ranks):
         "training.compile": "true",
         "model.overrides.n_layers": 1,
     }
-    run = config(ranks, "llama3_1_8b.toml", **flags)
+    run = config(ranks, **flags)
     formula, traced = _both(run, near=0.001)
     assert formula.module == traced.module
 
@@ -103,39 +99,31 @@ NO_LOSS = {"training.loss_chunks": 8, "model.vocab_size": 1024, "model.overrides
 MX = {"float8.enable_float8_linear": "true", "float8.recipe_name": "mxfp8"}
 
 
-#: Mixtures of many narrow experts: name, flavor, changes of the shape.
-NARROW_EXPERTS = {
-    "mixtral": (
-        "8x7B",
-        {
-            "n_experts": 64,
-            "top_k": 6,
-            "ffn_dim": 1408,
-            "dim": 2048,
-            "n_heads": 16,
-            "n_kv_heads": 16,
-        },
-    ),
-    "qwen3_moe": ("30B-A3B", {}),
-    # The first block is dense.
-    "deepseek_v3": ("16B", {"n_layers": 3}),
+#: Many narrow experts.
+NARROW = {
+    "n_experts": 64,
+    "top_k": 6,
+    "ffn_dim": 1408,
+    "dim": 2048,
+    "n_heads": 16,
+    "n_kv_heads": 16,
 }
 
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
-    ("name", "experts_over", "tensor", "mode"),
+    ("name", "flavor", "shape", "experts_over", "tensor", "mode"),
     [
-        ("mixtral", 2, 1, "full"),
-        ("qwen3_moe", 8, 1, "none"),
-        ("deepseek_v3", 4, 2, "full"),
+        ("mixtral", "8x7B", NARROW, 2, 1, "full"),
+        ("qwen3_moe", "30B-A3B", {}, 8, 1, "none"),
+        # The first block is dense.
+        ("deepseek_v3", "16B", {"n_layers": 3}, 4, 2, "full"),
     ],
 )
 def test_the_memory_of_narrow_experts_over_ranks_is_that_of_a_trace(
-    name, experts_over, tensor, mode
+    name, flavor, shape, experts_over, tensor, mode
 ):
     """On 2 ranks the peak is where FSDP puts experts in order, on 8 where rows come back."""
-    flavor, shape = NARROW_EXPERTS[name]
     flags = {f"model.overrides.{key}": value for key, value in {"n_layers": 2, **shape}.items()}
     flags |= {
         "model.name": name,
@@ -287,7 +275,7 @@ def measure_hf(world: DistEnv, flags: list[str]) -> RankMemory:
 def test_the_peak_is_that_of_a_real_run_of_transformers(pool, tmp_path, kind, keys):
     flags = [*flags_of(tmp_path, kind, **SIZES, **keys), KEPT_TOKENS]
     real = pool(2).run(measure_hf, flags)[1].peak
-    run = check_config([f"--job.config_file={TOML}", *flags], 2, training=False)[1]
+    run = run_from(TOML, 2, *flags)
     traced = trace(run, 1, "cpu").peak
     assert traced.total == pytest.approx(real.total, rel=0.05)
     assert traced.phase == real.phase
@@ -297,11 +285,11 @@ def test_the_peak_is_that_of_a_real_run_of_transformers(pool, tmp_path, kind, ke
 
 @pytest.mark.slow
 def test_experts_that_torch_runs_in_bfloat16_alone_are_refused(tmp_path):
-    flags = [f"--job.config_file={TOML}", *flags_of(tmp_path, "qwen3_moe", **SIZES)]
-    in_bf16 = [*flags, "--training.mixed_precision_param=bfloat16"]
-    assert trace(check_config(in_bf16, 2, training=False)[1]).peak.total > 0
+    flags = flags_of(tmp_path, "qwen3_moe", **SIZES)
+    in_bf16 = run_from(TOML, 2, *flags, "--training.mixed_precision_param=bfloat16")
+    assert trace(in_bf16).peak.total > 0
     with pytest.raises(ConfigError, match='try training.mixed_precision_param = "bfloat16"'):
-        trace(check_config(flags, 2, training=False)[1])
+        trace(run_from(TOML, 2, *flags))
 
 
 #: The trace takes all blocks for equal.
@@ -333,10 +321,10 @@ MODELS = {
     "gemma3": ["--model.name=gemma3", "--model.flavor=debugmodel"],
 }
 MODES = {
-    "none": ["--activation_checkpoint.mode=none"],
-    "full": ["--activation_checkpoint.mode=full"],
-    "op": ["--activation_checkpoint.selective_ac_option=op"],
-    "every": ["--activation_checkpoint.selective_ac_option=2"],
+    "none": "--activation_checkpoint.mode=none",
+    "full": "--activation_checkpoint.mode=full",
+    "op": "--activation_checkpoint.selective_ac_option=op",
+    "every": "--activation_checkpoint.selective_ac_option=2",
 }
 
 
@@ -345,7 +333,7 @@ MODES = {
 @pytest.mark.parametrize("model", MODELS)
 def test_the_plan_counts_what_a_trace_counts(model, mode):
     shape = ["--training.batch_size=4", "--training.seq_len=128", "--training.steps=2"]
-    run = with_vocabulary(check_config([*MODELS[model], *MODES[mode], *shape], 1)[1], 1000)
+    run = with_vocabulary(check_config([*MODELS[model], MODES[mode], *shape], 1)[1], 1000)
     args = run.model_args()
     blocks = run.spec.block_names(args)
     sizes = RankSizes(run, args, 0, "cpu")

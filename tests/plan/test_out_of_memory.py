@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from tests.support.run_of import run_from
 from titanlite.assembly.error_exit import first_here
 from titanlite.callbacks import CallbackError
 from titanlite.data import DataError
@@ -15,8 +16,6 @@ from titanlite.exit_codes import CONFIG, LOST_PEER, OUT_OF_MEMORY, VARIABLE, cod
 from titanlite.metrics.watchdog import PeerError
 from titanlite.parallel.compile import CompileError
 from titanlite.plan.out_of_memory import memory_report
-from titanlite.resolve.load import check_config
-from titanlite.run.config import RunConfig
 
 #: As torch words it, with 6.3 GiB that the allocator holds and cannot use.
 ON_GPU = torch.OutOfMemoryError(
@@ -25,10 +24,6 @@ ON_GPU = torch.OutOfMemoryError(
     "GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try "
     "setting ..."
 )
-
-
-def planned(config: str, ranks: int, *flags: str) -> RunConfig:
-    return check_config([f"--job.config_file={config}", *flags], ranks, training=False)[1]
 
 
 def caused(error: Exception, cause: BaseException) -> Exception:
@@ -79,7 +74,7 @@ def test_one_worker_of_a_machine_is_the_first_with_its_code(tmp_path, monkeypatc
 
 
 def test_the_report_needs_neither_a_gpu_nor_a_plan():
-    run = planned("debug_model.toml", 1, "--model.vocab_size=2048")
+    run = run_from("debug_model.toml", 1, "--model.vocab_size=2048")
     pinned = memory_report(run, RuntimeError("CUDA error: out of memory"), "start", 0, "cuda")
     assert pinned.startswith("out of memory of the GPU or pinned host memory, before")
     on_host = memory_report(run, too_large(), "start", 0, "cpu")
@@ -88,7 +83,7 @@ def test_the_report_needs_neither_a_gpu_nor_a_plan():
     )
     validating = memory_report(run, ON_GPU, "validate of step 2", 0, "cuda")
     assert "not of the phase validate: validation.batch_size and eval.batch_size" in validating
-    without = memory_report(planned("hf_debug.toml", 1), ON_GPU, "start", 0, "cuda")
+    without = memory_report(run_from("hf_debug.toml", 1), ON_GPU, "start", 0, "cuda")
     assert "Tried to allocate 2.00 GiB" in without
     assert "There is no plan" in without
 

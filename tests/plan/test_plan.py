@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.run_of import run_from
 from titanlite.cli import main as cli
 from titanlite.config.model_sections import Optimizer
 from titanlite.plan.hardware import cluster_of
@@ -18,13 +19,7 @@ from titanlite.plan.optimizer import update_bytes
 from titanlite.plan.parts import GIB
 from titanlite.plan.plan import checkpoint_bytes, make_plan
 from titanlite.plan.text import plan_text, verdict
-from titanlite.resolve.load import check_config
-from titanlite.run.config import RunConfig
 from titanlite.runs.text_tables import Style
-
-
-def planned(file: str, ranks: int, *flags: str) -> RunConfig:
-    return check_config([f"--job.config_file={file}", *flags], ranks, training=False)[1]
 
 
 @pytest.mark.skipif(version("torch") < "2.12", reason="no step of AdamW on the meta device")
@@ -47,8 +42,8 @@ def test_the_size_of_a_checkpoint_is_that_of_its_tensors(flags, dtype, each):
     dim = 2048 if each else 512  # blocks of 256 are of such widths; Muon's step is cubic
     wide = [f"--model.overrides.dim={dim}", "--model.overrides.n_layers=1"]
     optimizer = [f"--optimizer.{flag}" for flag in flags]
-    planned_run = planned("debug_model.toml", 1, *optimizer, f"--training.dtype={dtype}", *wide)
-    run = with_vocabulary(planned_run)
+    flags = [*optimizer, f"--training.dtype={dtype}", *wide]
+    run = with_vocabulary(run_from("debug_model.toml", 1, *flags))
     args = run.model_args()
     with torch.device("meta") as device:  # sizes alone: Muon takes minutes for such matrices
         model = run.spec.build(args).to(getattr(torch, dtype))
@@ -94,7 +89,7 @@ class Silent(torch.optim.SGD):
     ],
 )
 def test_state_and_traffic_of_an_update_are_those_of_its_tensors(flags, state, moved):
-    run = planned("llama3_8b.toml", 8, *flags)
+    run = run_from("llama3_8b.toml", 8, *flags)
     master = 4 if run.training.dtype == "float32" else 2
     parameters = 8_030_261_248
     assert checkpoint_bytes(run) == pytest.approx(parameters * (master + state), rel=0.003)
@@ -102,8 +97,8 @@ def test_state_and_traffic_of_an_update_are_those_of_its_tensors(flags, state, m
 
 
 def test_an_optimizer_without_a_formula_tells_its_state_itself(monkeypatch):
-    def build(parameters: Any, settings: Any, device: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters.values(), lr=0.1, momentum=0.9)
+    def build(parameters, *_):
+        return torch.optim.SGD(parameters.values(), momentum=0.9)
 
     monkeypatch.setattr("titanlite.optim.optimizer.build_optimizer", build)
     assert update_bytes(Optimizer(name="New"), 4) == pytest.approx(2 * (2 * 4 + 4))
@@ -112,8 +107,8 @@ def test_an_optimizer_without_a_formula_tells_its_state_itself(monkeypatch):
 def test_an_asynchronous_save_of_adapters_copies_no_frozen_weights(tmp_path):
     flags = ["--lora.rank=8", f"--checkpoint.initial_load_path={tmp_path}", "--training.seq_len=64"]
     saves = ["--checkpoint.enable_checkpoint", "--checkpoint.async_mode=async"]
-    run = planned("debug_model.toml", 2, *flags, *saves)
-    whole = planned("debug_model.toml", 2, *saves, "--training.seq_len=64")
+    run = run_from("debug_model.toml", 2, *flags, *saves)
+    whole = run_from("debug_model.toml", 2, *saves, "--training.seq_len=64")
     for one in (run, whole):
         plan = make_plan(one, cluster_of(one, gpu="l4-24g"))
         copied = plan.host["copy of an asynchronous save"]
@@ -121,7 +116,7 @@ def test_an_asynchronous_save_of_adapters_copies_no_frozen_weights(tmp_path):
 
 
 def test_numbers_of_a_plan_agree():
-    run = planned("llama3_1_8b.toml", 16, "--checkpoint.async_mode=async", "--training.steps=1000")
+    run = run_from("llama3_1_8b.toml", 16, "--checkpoint.async_mode=async", "--training.steps=1000")
     cluster = cluster_of(run, instance="p5.48xlarge")
     plan = make_plan(run, cluster)
     found = plan.as_json()
@@ -144,7 +139,7 @@ def test_numbers_of_a_plan_agree():
 
 
 def test_a_run_fits_only_where_the_host_has_the_memory():
-    run = planned("llama3_1_405b.toml", 8, "--training.enable_cpu_offload")
+    run = run_from("llama3_1_405b.toml", 8, "--training.enable_cpu_offload")
     plan = make_plan(run, cluster_of(run, instance="p5e.48xlarge"))
     assert plan.margin > 0
     assert not plan.fits
@@ -159,7 +154,7 @@ def test_a_run_fits_only_where_the_host_has_the_memory():
 def test_an_exact_plan_has_the_memory_of_the_trace():
     from titanlite.cli.plan.memory_trace import trace
 
-    run = planned("debug_model.toml", 2, "--model.overrides.n_layers=1", "--training.seq_len=64")
+    run = run_from("debug_model.toml", 2, "--model.overrides.n_layers=1", "--training.seq_len=64")
     cluster = cluster_of(run, gpu="l4")
     plan = make_plan(run, cluster, trace=trace)
     assert plan.exact
@@ -173,36 +168,27 @@ STEPS = "--training.steps=1000"
 RAMP = "--data.phase=[{step=101,global_batch_size=16},{step=401,global_batch_size=64}]"
 
 
-@pytest.fixture
-def plan(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run `titanlite plan`; return its exit code and output."""
-
-    def run(*words: str) -> tuple[int, str]:
-        code = cli.main(["plan", "llama3_8b.toml", *H100, *SMALL, *words])
-        return code, capsys.readouterr().out
-
-    return run
-
-
 def test_the_memory_of_a_run_is_that_of_its_largest_phase():
     """As the start report and the report of a lack of memory have it."""
     sizes = (SMALL[1],), ("--training.global_batch_size=64",), (SMALL[1], RAMP, STEPS)
     base = SMALL[0], "--model.tokenizer_path=bundled"
     first, last, ramp = (
-        estimate(planned("llama3_8b.toml", 8, *base, *flags)).peak.total for flags in sizes
+        estimate(run_from("llama3_8b.toml", 8, *base, *flags)).peak.total for flags in sizes
     )
     assert first < last == ramp
 
 
-def test_a_phase_of_longer_sequences_is_planned_as_a_run_of_that_length(plan):
+def test_a_phase_of_longer_sequences_is_planned_as_a_run_of_that_length(capsys):
+    def plan(*words):
+        cli.main(["plan", "llama3_8b.toml", *H100, *SMALL, *words, "--json"])
+        return json.loads(capsys.readouterr().out)
+
+    begin = ["--training.seq_len=2048", "--training.global_batch_size=32"]
     longer = "--data.phase=[{step=101,seq_len=8192,global_batch_size=8}]"
-    short = ["--training.seq_len=2048", "--training.global_batch_size=32"]
-    _, out = plan(*short, longer, "--training.steps=300", "--json")
-    whole = json.loads(out)
-    parts = []
-    for flags in (short, ["--training.seq_len=8192", "--training.global_batch_size=8"]):
-        # The tables of RoPE cover the longest sequence from the start.
-        tables = "--model.overrides.max_seq_len=8192"
-        parts.append(json.loads(plan(*flags, tables, "--training.steps=100", "--json")[1]))
-    assert whole["hours"] == pytest.approx(parts[0]["hours"] + 2 * parts[1]["hours"], rel=1e-9)
-    assert whole["needed_gib"] == parts[1]["needed_gib"] > parts[0]["needed_gib"]
+    whole = plan(*begin, longer, "--training.steps=300")
+    # The tables of RoPE cover the longest sequence from the start.
+    part = ["--model.overrides.max_seq_len=8192", "--training.steps=100"]
+    short = plan(*begin, *part)
+    long = plan("--training.seq_len=8192", "--training.global_batch_size=8", *part)
+    assert whole["hours"] == pytest.approx(short["hours"] + 2 * long["hours"], rel=1e-9)
+    assert whole["needed_gib"] == long["needed_gib"] > short["needed_gib"]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.processes import ROOT
+from tests.support.run_of import run_from
 from titanlite import exit_codes
 from titanlite.cli.main import main
 from titanlite.cli.plan import search as plan_search
@@ -61,10 +62,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def result(base: str) -> SearchResult:
     return search([f"--job.config_file={base}"], H100)
-
-
-def with_memory(gib: float) -> Cluster:
-    return replace(H100, gpu=replace(H100.gpu, memory=round(gib * GIB)))
 
 
 def test_the_best_settings_are_faster_and_fit_and_the_others_follow(result):
@@ -132,25 +129,23 @@ def test_settings_that_are_best_already_are_said_to_be(result, base, tmp_path):
     again = search(["--job.config_file", base, str(tmp_path / "best.toml")], H100)
     assert again.config_is_best
     assert again.ranked[0].changes == {}
-    assert f"the config is best as it is: nothing is faster by {LEAST_GAIN:.0%}" in search_text(
-        again, Style(False)
-    )
+    said = f"the config is best as it is: nothing is faster by {LEAST_GAIN:.0%}"
+    assert said in search_text(again, Style(False))
 
 
 def test_a_search_keeps_offload_and_says_so_where_nothing_fits_without(base):
     argv = [f"--job.config_file={base}"]
-    lean = [*argv, "--training.loss_chunks=8", "--activation_checkpoint.mode=full"]
-    leanest = needed_bytes(formula(check_config(lean, 4, training=False)[1]))
-    half = with_memory(0.5 * leanest / GIB)
+    lean = run_from(base, 4, "--training.loss_chunks=8", "--activation_checkpoint.mode=full")
+    half = replace(H100, gpu=replace(H100.gpu, memory=needed_bytes(formula(lean)) // 2))
     nothing = search(argv, half)
     assert not nothing.ranked
     assert "--training.enable_cpu_offload" in search_text(nothing, Style(False))
-    offloaded = search([*argv, "--training.enable_cpu_offload"], half)
+    with_offload = [*argv, "--training.enable_cpu_offload"]
+    offloaded = search(with_offload, half)
     assert offloaded.ranked
     assert all(one.run.training.enable_cpu_offload for one in offloaded.ranked)
     # A host of 16 GiB has too little for that.
-    small = replace(half, instance="g6.xlarge")
-    assert not search([*argv, "--training.enable_cpu_offload"], small).ranked
+    assert not search(with_offload, replace(half, instance="g6.xlarge")).ranked
 
 
 def test_the_command_prints_the_best_settings(base, capsys, result):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tests.nullgpu import traffic
+from tests.support.run_of import run_from
 from titanlite.config.errors import ConfigError
 from titanlite.features.float8 import plan_speed
 from titanlite.features.float8.convert import apply_float8
@@ -34,7 +35,6 @@ from titanlite.plan.rates import CONSTANTS
 from titanlite.plan.speed import Speed, predict
 from titanlite.plan.step_sizes import StepSizes
 from titanlite.plan.traffic import sharding, tensor_traffic
-from titanlite.resolve.load import check_config
 from titanlite.run.config import RunConfig
 
 H100 = GPUS["h100-80g"]
@@ -44,9 +44,7 @@ IDEAL = replace(CONSTANTS, edge=0.0, memory=1.0, link=1.0, network=1.0, contenti
 
 def make(world: int, *flags: str, config: str = "llama3_1_8b") -> RunConfig:
     keys = ("training.global_batch_size=-1", "training.gradient_sync=last", *flags)
-    return check_config(
-        [f"--job.config_file={config}.toml", *(f"--{key}" for key in keys)], world, training=False
-    )[1]
+    return run_from(f"{config}.toml", world, *(f"--{key}" for key in keys))
 
 
 def cluster(gpus: int, **changes: object) -> Cluster:
@@ -154,35 +152,24 @@ def test_the_parts_are_the_step_and_the_utilisation_is_that_of_the_logs():
 
 
 def test_features_move_the_speed_as_they_should():
-    base = of(8, *OP).tokens_per_second
-    compiled = of(8, *OP, "training.compile").tokens_per_second
-    assert (
-        of(8, *FULL).tokens_per_second
-        < base
-        < of(8, "activation_checkpoint.mode=none").tokens_per_second
+    def rate(*flags):
+        return of(8, *flags).tokens_per_second
+
+    base = rate(*OP)
+    assert rate(*FULL) < base < rate("activation_checkpoint.mode=none")
+    assert base < rate(*OP, "training.compile") < rate(*OP, *FLOAT8) < rate(*OP, *GATHER8)
+    assert rate("training.enable_cpu_offload") < base
+    plain, beside = (
+        of(64, tp(8), "training.compile", *flags).parts["tensor traffic"]
+        for flags in ((), ("experimental.enable_async_tensor_parallel",))
     )
-    assert (
-        base
-        < compiled
-        < of(8, *OP, *FLOAT8).tokens_per_second
-        < of(8, *OP, *GATHER8).tokens_per_second
-    )
-    assert (
-        of(64, tp(8), "training.compile").parts["tensor traffic"]
-        > 2
-        * (
-            of(64, tp(8), "training.compile", "experimental.enable_async_tensor_parallel").parts[
-                "tensor traffic"
-            ]
-        )
-    )
+    assert plain > 2 * beside
     gathers = ("default", "8", "never")
     traffic = [
         of(16, f"training.reshard_after_forward={x}").parts["sharding traffic"] for x in gathers
     ]
     assert traffic == sorted(traffic, reverse=True)
     assert traffic[2] < traffic[0]
-    assert of(8, "training.enable_cpu_offload").tokens_per_second < base
 
 
 def test_recomputation_stops_before_the_last_product_where_torch_does():
@@ -346,8 +333,7 @@ def test_runs_that_the_fit_has_not_seen_lie_in_the_range(world, tensor, publishe
         "model.vocab_size=128256",
         *KEMPNER.split(),
     ]
-    argv = ["--job.config_file=llama3_8b.toml", *(f"--{flag}" for flag in flags)]
-    run = check_config(argv, world, training=False)[1]
+    run = run_from("llama3_8b.toml", world, *(f"--{flag}" for flag in flags))
     found = predict(run, cluster_of(run, gpu="h200-141g", gpus_per_node=min(world, 4)))
     assert found.low <= published <= found.high
     assert found.tokens_per_second / published - 1 == pytest.approx(

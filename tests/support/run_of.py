@@ -1,4 +1,4 @@
-"""A run from sections alone, for tests that build a model without a config file."""
+"""Runs that a test does not start: from sections alone, or from a file, as the plan reads them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from titanlite.config.model_sections import Model
 from titanlite.config.sections import ActivationCheckpoint, Experimental, Parallelism, Training
-from titanlite.resolve.load import load_config
+from titanlite.resolve.load import check_config, load_config
 from titanlite.run.config import MeshSizes, RunConfig
 
 
@@ -30,3 +30,8 @@ def run_of(family: str, mesh: MeshSizes, **sections: Any) -> RunConfig:
         parallelism=Parallelism(expert_parallel_degree=mesh.expert),
         **sections,
     )
+
+
+def run_from(config: object, ranks: int, *flags: str) -> RunConfig:
+    """Return the run of a file on so many ranks, which need not be able to train it here."""
+    return check_config([f"--job.config_file={config}", *flags], ranks, training=False)[1]
