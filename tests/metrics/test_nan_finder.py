@@ -4,7 +4,6 @@ micro-batch.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +14,13 @@ from tests.support.harness import Run, batches, build_tiny, changed, full, micro
 from tests.support.whole_runs import make_trainer
 from titanlite.config.sections import ActivationCheckpoint, Compile
 from titanlite.dist.dist_env import DistEnv
+from titanlite.dist.local_parts import local
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
 from titanlite.optim.bad_step_errors import BadStepError
 from titanlite.runs.attempts import read_entries
 
-TOKENS, LABELS = batches(2, 8, 16, 192)
-RUN = Run(TOKENS, LABELS, [1e-3] * 2, accumulation=2)
+RUN = Run(*batches(2, 8, 16, 192), [1e-3] * 2, accumulation=2)
 FEED_FORWARD = "layers.1.feed_forward"
 W2 = f"{FEED_FORWARD}.w2"
 INFINITY = float("inf")
@@ -43,27 +42,25 @@ class Scale(torch.autograd.Function):
 
 def _poison(model: torch.nn.Module, where: str) -> None:
     """Make something in the second micro-batch of two not finite."""
-    count = itertools.count()
-    second = [False]
+    begun: list[int] = []
+    model.register_forward_pre_hook(lambda *_: begun.append(1))
 
-    def begin(*_: object) -> None:
-        second[0] = next(count) % 2 == 1
+    def second() -> bool:
+        return len(begun) % 2 == 0
 
-    model.register_forward_pre_hook(begin)
     w2 = model.get_submodule(W2)
     if where == "output":
-        w2.register_forward_hook(lambda module, args, out: out / 0 if second[0] else out)
+        w2.register_forward_hook(lambda module, args, out: out / 0 if second() else out)
     elif where == "gradient inside":
         w2.register_forward_pre_hook(
-            lambda module, args: (Scale.apply(args[0], NAN),) if second[0] else args
+            lambda module, args: (Scale.apply(args[0], NAN),) if second() else args
         )
     elif where == "sum":
         head = model.get_submodule("output")
         head.register_forward_pre_hook(lambda module, args: (Scale.apply(args[0], 1 / 1.5e40),))
         head.register_forward_hook(lambda module, args, out: Scale.apply(out, 1.5e40))
     elif where == "weights":
-        weight: Any = model.get_parameter(f"{W2}.weight").detach()
-        weight.to_local()[0, 0] = INFINITY
+        local(model.get_parameter(f"{W2}.weight").detach())[0, 0] = INFINITY
 
 
 def _find(world: DistEnv, run: Run, where: str, **keywords: Any) -> tuple[Finding, str]:
@@ -123,14 +120,12 @@ def _stopped(world: DistEnv, folder: str) -> str:
     trainer = make_trainer(world, folder, *flags)
 
     def spoil(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
-        return out * float("nan") if trainer.step == 3 and world.rank == 1 else out
+        return out * NAN if trainer.step == 3 and world.rank == 1 else out
 
     trainer.parts.model.get_submodule(W2).register_forward_hook(spoil)
-    try:
+    with pytest.raises(BadStepError) as stopped:
         trainer.train()
-    except BadStepError as error:
-        return str(error)
-    raise AssertionError("not stopped")
+    return str(stopped.value)
 
 
 def test_the_guards_error_says_where_it_came_from(pool, tmp_path):

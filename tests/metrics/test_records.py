@@ -65,8 +65,8 @@ def test_a_torn_last_line_is_passed_over_and_another_is_named(tmp_path):
     path.write_bytes(b'{"step": 1}\nnonsense\n{"step": 2}\n')
     with listening() as said:
         assert read_metrics(path) == [{"step": 1}, {"step": 2}]
-    assert len(said) == 1
-    assert f"{path}:2: no JSON" in said[0]
+    (line,) = said
+    assert f"{path}:2: no JSON" in line
 
 
 def test_a_full_disk_and_a_missing_folder_warn_once_and_never_raise(tmp_path):
@@ -80,9 +80,9 @@ def test_a_full_disk_and_a_missing_folder_warn_once_and_never_raise(tmp_path):
         log.truncate_after(3)
         gone.parent.mkdir()
         log.write({"step": 5})
-    assert len(said) == 2
-    assert str(full) in said[0] and "No space left" in said[0]
-    assert str(gone) in said[1]
+    first, second = said
+    assert str(full) in first and "No space left" in first
+    assert str(gone) in second
     assert read_metrics(gone) == [{"step": 5}], "writes go on when the folder is there again"
 
 
@@ -117,8 +117,7 @@ def test_a_resumed_run_goes_on_in_its_folder_and_shows_no_step_twice(tmp_path):
     second.close()
     assert second.folder == first.folder != tmp_path / "20200101-0000"
     assert time.strptime(first.folder.name, "%Y%m%d-%H%M")
-    found = scalars(first.folder)
-    assert found == {
+    assert scalars(first.folder) == {
         "lr": [(s, 1.0 if s < 4 else 2.0) for s in range(1, 8)],
         "mfu(%)": [(s, 40.0) for s in (1, 2, 3)],
     }

@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import time
-import types
 from typing import Any
 from unittest import mock
 
@@ -76,38 +75,22 @@ def test_an_offline_run_gets_the_rows_of_metrics_jsonl(pool, tmp_path):
     assert (folder / "wandb-run-id").read_text().strip() == number
 
 
-class Settings(types.SimpleNamespace):
-    def update_from_env_vars(self, environ: dict[str, str]) -> None:
-        """Leave the environment alone: the real library reads it in the tests above."""
-
-
-class Backend(types.ModuleType):
-    """Stands in for wandb, and keeps what it is given at a start."""
-
-    def __init__(self) -> None:
-        super().__init__("wandb")
-        self.begun: list[dict[str, Any]] = []
-        self.setup = lambda settings: None
-        self.Settings = Settings
-
-    def init(self, **given: Any) -> Any:
-        self.begun.append(given)
-        return types.SimpleNamespace(url="", dir="", finish=lambda exit_code: None)
-
-
 def test_a_resumed_run_goes_on_under_its_id_and_the_environment_goes_before(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", backend := Backend())
-    for resumed in (False, True, False):
+    # It leaves the environment alone, which the real library reads in the test above.
+    monkeypatch.setitem(sys.modules, "wandb", library := mock.MagicMock())
+
+    def begun(resumed):
         WandbTracker(TrackedRun(tmp_path, {}, resumed=resumed)).close()
-    first, resumed, fresh = backend.begun
+        return library.init.call_args.kwargs
+
+    first, resumed, fresh = begun(False), begun(True), begun(False)
     assert first["id"] == resumed["id"] != fresh["id"]
-    assert [run.get("resume") for run in backend.begun] == [None, "allow", None]
+    assert [run.get("resume") for run in (first, resumed, fresh)] == [None, "allow", None]
     assert (tmp_path / "wandb-run-id").read_text().strip() == fresh["id"]
     assert (first["project"], first["dir"]) == ("titanlite", str(tmp_path))
     for name in ("PROJECT", "NAME", "NOTES", "DIR", "RESUME", "RUN_ID"):
         monkeypatch.setenv(f"WANDB_{name}", "theirs")
-    WandbTracker(TrackedRun(tmp_path, {}, resumed=True)).close()
-    given = backend.begun[-1]
+    given = begun(True)
     assert given["id"] == "theirs"
     assert not {"project", "name", "notes", "dir", "resume"} & set(given)
     assert (tmp_path / "wandb-run-id").read_text().strip() == "theirs"

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from tests.support.processes import TORCHRUN, python
+from tests.support.processes import TORCHRUN, python, until
 from tests.support.tiny import TWENTY_STEPS
 from tests.support.whole_runs import make_trainer
 from tests.support.words import listening
@@ -140,12 +140,6 @@ def test_no_garbage_is_collected_while_a_stack_is_read():
 # Ranks that stand still
 
 
-def _until(done: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LONG
-    while not done() and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
 @contextlib.contextmanager
 def _watching(
     own_reason: float = 0.5, silent_beats: float = 1000.0, stall: Stall = QUICK, **keywords: Any
@@ -191,14 +185,14 @@ def _waiter(world: DistEnv, said: list[str]) -> Callable[[], None]:
     store = _get_default_store().clone()
 
     def tell() -> None:
-        _until(lambda: _reports_of_step_2(said))
+        until(lambda: _reports_of_step_2(said))
         store.set("reported", "")
 
     if world.rank == 0:
         threading.Thread(target=tell, daemon=True).start()
 
     def read_shard() -> None:
-        deadline = time.monotonic() + LONG  # without `_until`, whose frames would hide this one
+        deadline = time.monotonic() + LONG  # without `until`, whose frames would hide this one
         while world.rank == 1 and not store.check(["reported"]) and time.monotonic() < deadline:
             time.sleep(0.02)
 
@@ -244,7 +238,7 @@ def _sleep(world: DistEnv) -> list[str]:
     with _watching() as (dog, said):
         _loop(dog, _waiter(world, said))
         # The loop is over before rank 0's thread has looked again.
-        _until(lambda: world.rank or any("continues" in text for text in said))
+        until(lambda: world.rank or any("continues" in text for text in said))
     assert not [thread for thread in threading.enumerate() if thread.name == THREAD]
     return said
 
@@ -280,7 +274,7 @@ def _stop(world: DistEnv) -> list[str]:
     with _watching(silent_beats=3.0) as (dog, said):
 
         def wake() -> None:
-            _until(lambda: _unanswered(said))
+            until(lambda: _unanswered(said))
             os.kill(pids[1], signal.SIGCONT)
 
         if world.rank == 0:
@@ -288,7 +282,7 @@ def _stop(world: DistEnv) -> list[str]:
 
         def stop() -> None:
             if world.rank == 1:
-                _until(lambda: RankState.load(dog._beat(1).partition(" ")[2]).where == here)
+                until(lambda: RankState.load(dog._beat(1).partition(" ")[2]).where == here)
                 os.kill(os.getpid(), signal.SIGSTOP)
 
         _loop(dog, stop)
@@ -302,15 +296,20 @@ def test_a_stopped_rank_does_not_answer_and_is_named(pool):
     assert re.search(r"\nrank 1 \(.*\) does not answer, last seen in data of step 2: ", report)
 
 
+def _add_dead(dog: HangWatchdog, rank: int) -> RankState:
+    """Add a last rank whose state names a process that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    dead = replace(dog._state(), rank=rank, pid=process.pid)
+    dog._store.set(f"beat/{rank}", f"1 {dead.dump()}")
+    dog.size = rank + 1
+    return dead
+
+
 def _report_of_a_dead_rank(world: DistEnv) -> str:
-    """Return the verdict about a rank whose last state names a process that has ended."""
-    with subprocess.Popen(["true"]) as process:
-        process.wait()
     began = time.monotonic()
     with _watching(stall=Stall(deadline_seconds=2 * LONG, heartbeat_seconds=LONG)) as (dog, _):
-        dead = replace(dog._state(), rank=1, pid=process.pid)
-        dog._store.set("beat/1", f"1 {dead.dump()}")
-        dog.size = 2
+        dead = _add_dead(dog, 1)
         assert not dog._is_gone(dead), "it may be of another launcher"
         dog._near = range(2)
         assert not dog._is_gone(replace(dead, host="node-2"))
@@ -329,11 +328,7 @@ def _lose_one(world: DistEnv) -> tuple[str, list[str]]:
     """Return the verdict and the reports where rank 2 is gone, and rank 0 waits for rank 1."""
     error = RuntimeError("gloo: connection closed by peer")
     with _watching(stall=PATIENT) as (dog, said):
-        with subprocess.Popen(["true"]) as process:
-            process.wait()
-        dead = replace(dog._state(), rank=2, pid=process.pid)
-        dog._store.set("beat/2", f"1 {dead.dump()}")
-        dog.size = 3
+        _add_dead(dog, 2)
         dog._near = range(3)
         dist.barrier()
         if world.rank == 1:
@@ -368,7 +363,7 @@ def _fail_in_nccl(world: DistEnv, failure: str) -> tuple[list[int], list[str], s
         mock.patch.object(watchdog, "nccl_failure", notice),
     ):
         dog.phase("data" if world.rank else "forward", 1)
-        _until(lambda: ends)
+        until(lambda: ends)
     dist.barrier()
     return ends, said, dog.verdict
 
