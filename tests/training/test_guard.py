@@ -22,8 +22,7 @@ from titanlite.optim.guard import FiniteGuard
 from titanlite.parallel.tensor import tensor_loss
 
 CPU = torch.device("cpu")
-TOKENS, LABELS = batches(6, 4, 16, 192)
-RUN = Run(TOKENS, LABELS, [3e-3] * 6)
+RUN = Run(*batches(6, 4, 16, 192), [3e-3] * 6)
 BAD = 3
 NAN = float("nan")
 INF = float("inf")
@@ -110,10 +109,10 @@ def _feed(guard: FiniteGuard, step: int, loss: float) -> bool:
     return ok
 
 
-def _noisy(seed: int, steps: int) -> list[float]:
-    """Losses that fall and jitter, with jumps here and there."""
-    draw = random.Random(seed)
-    losses = [8 * 0.97**n + draw.gauss(0, 0.05) for n in range(steps)]
+def _noisy() -> list[float]:
+    """150 losses that fall and jitter, with jumps here and there."""
+    draw = random.Random(5)
+    losses = [8 * 0.97**n + draw.gauss(0, 0.05) for n in range(150)]
     return [loss + (draw.uniform(0.1, 3) if draw.random() < 0.08 else 0) for loss in losses]
 
 
@@ -126,7 +125,7 @@ def test_spikes_are_those_of_the_formula(sigmas, window):
     guard._losses = type(guard._losses)(window, sigmas, CPU)  # type: ignore[misc]
     kept: list[float] = []
     flagged = []
-    for step, loss in enumerate(_noisy(5, 150), 1):
+    for step, loss in enumerate(_noisy(), 1):
         loss = torch.tensor(loss).item()  # float32, as a step's loss is
         good = True
         if len(kept) >= min(window, max(20, window // 2)):

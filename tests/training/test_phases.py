@@ -146,16 +146,19 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("divided", ["context", "pipeline", "tensor"])
-def test_ranks_that_share_the_work_follow_the_length(plain, tmp_path, divided):
-    more = {
-        "context": ["--experimental.context_parallel_degree=2", "--data.mask_documents=false"],
-        "pipeline": [
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--experimental.context_parallel_degree=2", "--data.mask_documents=false"],
+        [
             "--experimental.pipeline_parallel_degree=2",
             "--experimental.pipeline_parallel_schedule=1F1B",
         ],
-        "tensor": ["--training.tensor_parallel_degree=2"],
-    }[divided]
+        ["--training.tensor_parallel_degree=2"],
+    ],
+    ids=["context", "pipeline", "tensor"],
+)
+def test_ranks_that_share_the_work_follow_the_length(plain, tmp_path, more):
     other = tmp_path / "other"
     codes, console = train(flags(other, *TWO_LAYERS, *more), 2, tmp_path / "console")
     assert codes == [0, 0], console

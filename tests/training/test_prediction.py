@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests.support.run_of import run_from
 from tests.support.tiny import EIGHT_STEPS
 from tests.support.whole_runs import make_trainer, outcome_of
 from tests.support.words import listening
@@ -18,9 +19,9 @@ from titanlite.assembly.prediction_callback import KeptPrediction
 from titanlite.callbacks import Callback
 from titanlite.cli.main import main
 from titanlite.metrics import throughput
-from titanlite.resolve.load import check_config
 from titanlite.runs.attempts import read_attempts
 from titanlite.runs.prediction import compare, keep, read
+from titanlite.runs.read_jsonl import read_lines
 from titanlite.runs.record import AttemptRecord
 from titanlite.trainer import Trainer
 
@@ -97,8 +98,8 @@ def test_a_run_that_leaves_its_prediction_tells_it_once_after_exactly_fifty_step
         "high": plan["tokens_per_second_range"][1],
     }
     assert main(["runs", str(tmp_path)]) == 0
-    measured, predicted = RATE / ranks / 2, RATE / ranks
-    line = f"{measured:,.0f} tokens/s per device, predicted {predicted:,.0f} ("
+    rate = RATE / ranks
+    line = f"{rate / 2:,.0f} tokens/s per device, predicted {rate:,.0f} ("
     assert line in capsys.readouterr().out
 
 
@@ -112,53 +113,52 @@ def test_a_run_as_predicted_raises_no_alarm(pool, tmp_path, capsys):
     assert attempt["predicted"].keys() == {"plan", "loss"} and attempt["state"] == "done"
 
 
-def _plan():
-    return {
-        "tokens_per_second": 100.0,
-        "tokens_per_second_range": [80.0, 120.0],
-        "step_seconds": 2.0,
-        "peak_gib": 10.0,
-        "needed_gib": 12.0,
-    }
+PLAN = {
+    "tokens_per_second": 100.0,
+    "tokens_per_second_range": [80.0, 120.0],
+    "step_seconds": 2.0,
+    "peak_gib": 10.0,
+    "needed_gib": 12.0,
+}
 
 
-def test_each_episode_is_told_once_and_a_window_counts_all_its_steps(tmp_path):
+@pytest.fixture
+def watch(tmp_path):
+    """The callback that compares the figures of a run in this folder with its plan."""
     run = SimpleNamespace(job=SimpleNamespace(dump_folder=str(tmp_path)))
     watch = KeptPrediction(SimpleNamespace(run=run), None, None)
-    watch._found = {"plan": _plan()}
-    good, bad = {"tps": 130.0, "memory_gib": 11.9, "reserved_gib": 13.0}, 12.1
+    watch._found = {"plan": PLAN}
+    return watch
+
+
+def test_each_episode_is_told_once_and_a_window_counts_all_its_steps(watch, tmp_path):
+    good, bad = 11.9, 12.1
     outside = [*range(20, 80, 10), *range(90, 190, 10), 200, *range(220, 290, 10)]
     for step in range(10, 300, 10):
-        figures = {**good, "memory_gib": bad if step in outside else 11.9}
+        memory = bad if step in outside else good
+        figures = {"tps": 130.0, "memory_gib": memory, "reserved_gib": 13.0}
         watch.on_log(SimpleNamespace(step=step, validated=None), figures)
-    rows = [json.loads(line) for line in (tmp_path / "guard.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["figure"], row["measured"]) for row in rows] == [
-        (60, "memory_gib", bad),
-        (130, "memory_gib", bad),
-        (260, "memory_gib", bad),
-    ]
+    rows = read_lines(tmp_path / "guard.jsonl")
+    assert [row["step"] for row in rows] == [60, 130, 260]
+    assert {(row["figure"], row["measured"]) for row in rows} == {("memory_gib", bad)}
 
 
-def test_steps_after_a_rollback_count_from_its_checkpoint(tmp_path):
-    run = SimpleNamespace(job=SimpleNamespace(dump_folder=str(tmp_path)))
-    watch = KeptPrediction(SimpleNamespace(run=run), None, None)
-    watch._found = {"plan": _plan()}
+def test_steps_after_a_rollback_count_from_its_checkpoint(watch, tmp_path):
     watch.on_log(SimpleNamespace(step=40, validated=None), {"tps": 100.0})
     watch.on_rollback(SimpleNamespace(step=0))
     for step in (20, 49, 50, 60):
         watch.on_log(SimpleNamespace(step=step, validated=None), {"tps": 79.0})
-    (row,) = map(json.loads, (tmp_path / "guard.jsonl").read_text().splitlines())
+    (row,) = read_lines(tmp_path / "guard.jsonl")
     assert row["step"] == 50
 
 
 @pytest.mark.parametrize("total", [139.7, 40.0])
 def test_on_a_gpu_the_start_makes_the_plan_that_the_command_makes(tmp_path, capsys, total):
-    files = ["llama3_8b.toml", f"--job.dump_folder={tmp_path}"]
-    assert main(["plan", *files, "--gpus", "8", "--gpu", "h200-141g", "--json"]) == 0
+    file, folder = "llama3_8b.toml", f"--job.dump_folder={tmp_path}"
+    assert main(["plan", file, folder, "--gpus", "8", "--gpu", "h200-141g", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     keep(tmp_path, plan={**plan, "world_size": 4})
-    config = [f"--job.config_file={files[0]}", files[1]]
-    run = check_config(config, 8, training=False, defer=True)[1]
+    run = run_from(file, 8, folder)
     parts = SimpleNamespace(
         run=run,
         world=SimpleNamespace(device=torch.device("cuda")),
@@ -166,13 +166,14 @@ def test_on_a_gpu_the_start_makes_the_plan_that_the_command_makes(tmp_path, caps
     )
     metrics = SimpleNamespace()
     record = AttemptRecord(tmp_path, 1, 0, 0, False)
-    attempts = SimpleNamespace(record=record)
-    watch = KeptPrediction(parts, attempts, metrics)
-    ranks = SimpleNamespace(local_world_size=8)
+    watch = KeptPrediction(parts, SimpleNamespace(record=record), metrics)
     with (
-        patch.object(prediction_callback, "device_name", lambda _: "NVIDIA H200"),
-        patch.object(prediction_callback, "read_launch_env", lambda: ranks),
-        patch.object(prediction_callback, "total_memory_bytes", lambda _: total * 2**30),
+        patch.multiple(
+            prediction_callback,
+            device_name=lambda _: "NVIDIA H200",
+            read_launch_env=lambda: SimpleNamespace(local_world_size=8),
+            total_memory_bytes=lambda _: total * 2**30,
+        ),
         listening() as said,
         listening(logging.WARNING) as warned,
     ):
@@ -191,7 +192,7 @@ def test_figures_are_compared_by_hand():
         {"step": 100, "loss": 5.0, "low": 4.0, "high": 6.0},
         {"step": 200, "loss": 4.0, "low": 3.5, "high": 4.5},
     ]
-    found = {"plan": _plan(), "loss": {"curve": curve}}
+    found = {"plan": PLAN, "loss": {"curve": curve}}
     figures = {"tps": 50.0, "seconds_per_step": 4.0, "hours_left": 3.0, "validation_loss": 4.9}
     assert compare(found, figures, 125) == {
         "tps": (50.0, 100.0, 80.0, 120.0),

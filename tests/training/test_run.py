@@ -37,15 +37,17 @@ def test_ten_resume_ten_equals_twenty_bit_for_bit(pool, golden, tmp_path):
     straight = [row for row in read_metrics(golden.folder / "metrics.jsonl") if row["step"] <= 20]
     assert losses_of(resumed) == losses_of(straight)
     assert sorted(losses_of(resumed)) == list(range(1, 21))
-    assert [r["validation_loss"] for r in resumed if "validation_loss" in r] == [
-        r["validation_loss"] for r in straight if "validation_loss" in r
-    ]
-    assert [r["tokens_seen"] for r in resumed if "loss" in r] == [
-        256 * step for step in range(1, 21)
-    ]
+    before, after = (
+        [row["validation_loss"] for row in rows if "validation_loss" in row]
+        for rows in (straight, resumed)
+    )
+    assert before == after
+    seen = [row["tokens_seen"] for row in resumed if "loss" in row]
+    assert seen == [256 * step for step in range(1, 21)]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_resume_on_other_ranks_goes_on_with_the_same_batches(pool, golden, tmp_path, ranks):
     """Another batch in any step would move that step's loss by far more than rounding."""
     golden.copy(tmp_path, newest=10)
@@ -58,17 +60,15 @@ def test_resume_on_other_ranks_goes_on_with_the_same_batches(pool, golden, tmp_p
 
 
 def test_training_lowers_the_loss_and_validation_measures_the_same_tokens(golden):
-    losses = golden.rows()
+    first, last = (golden.rows()[step]["loss"] for step in (1, 20))
     validations = golden.rows("validation_loss")
-    assert losses[1]["loss"] > 7.0
-    assert losses[20]["loss"] < losses[1]["loss"] - 0.3
+    assert first > 7.0
+    assert last < first - 0.3
     assert sorted(validations) == [10, 20, 24]
     assert {row["validation_tokens"] for row in validations.values()} == {2 * 4 * 2 * 32}
-    assert (
-        validations[20]["validation_loss"] < validations[10]["validation_loss"] < losses[1]["loss"]
-    )
-    saved = read_manifest(golden.folder / "checkpoint" / "step-20")
-    assert saved.validation_loss == validations[20]["validation_loss"]
+    at_10, at_20 = (validations[step]["validation_loss"] for step in (10, 20))
+    assert at_20 < at_10 < first
+    assert read_manifest(golden.folder / "checkpoint" / "step-20").validation_loss == at_20
 
 
 @pytest.mark.parametrize(
@@ -103,13 +103,8 @@ def test_phases_and_schedules_of_another_version_are_told_as_changes():
 
 @pytest.mark.slow
 def test_resume_says_how_the_learning_rate_changed(pool, tmp_path):
-    pool(1).run(
-        train_run,
-        str(tmp_path),
-        "--training.steps=6",
-        "--lr_scheduler.total_steps=6",
-        "--optimizer.lr=1e-3",
-    )
+    short = ["--training.steps=6", "--lr_scheduler.total_steps=6", "--optimizer.lr=1e-3"]
+    pool(1).run(train_run, str(tmp_path), *short)
     longer = ["--training.steps=7", "--lr_scheduler.total_steps=10", "--optimizer.lr=2e-3"]
     found = pool(1).run(train_run, str(tmp_path), *longer)[0]
     (line,) = [line for line in found["said"] if "schedule changed" in line]
@@ -125,10 +120,8 @@ def test_other_text_tokenizer_order_or_model_is_refused(pool, golden, tmp_path):
     text.write_text(json.dumps({"text": "Another text. " * 99, "timestamp": "", "url": ""}))
     ranks = BUNDLED_TOKENIZER.read_text().splitlines()
     # Two entries change places: as many ids, other meanings.
-    ranks[-1], ranks[-2] = (
-        f"{a.split()[0]} {b.split()[1]}"
-        for a, b in [(ranks[-2], ranks[-1]), (ranks[-1], ranks[-2])]
-    )
+    (one, number), (two, last) = (line.split() for line in ranks[-2:])
+    ranks[-2:] = [f"{two} {number}", f"{one} {last}"]
     tokenizer = tmp_path / "other.tiktoken"
     tokenizer.write_text("\n".join(ranks) + "\n")
     for flag, name in [
@@ -173,9 +166,8 @@ def test_earlier_metrics_are_kept_not_mixed(pool, golden, tmp_path):
         train_run, str(tmp_path), "--training.steps=2", "--no-checkpoint.enable_checkpoint"
     )[0]["rows"]
     assert sorted(losses_of(fresh)) == [1, 2]
-    assert read_metrics(tmp_path / "metrics-1.jsonl") == read_metrics(
-        golden.folder / "metrics.jsonl"
-    )
+    before = read_metrics(golden.folder / "metrics.jsonl")
+    assert read_metrics(tmp_path / "metrics-1.jsonl") == before
 
 
 def test_wrong_config_exits_2_before_torch_is_imported():
@@ -225,17 +217,10 @@ def test_custom_loop_trains(tmp_path):
     assert losses[-1] < losses[0] - 0.5
 
 
-def _garbage(world: DistEnv, folder: str) -> tuple[list[int], bool]:
-    """Steps after which garbage was collected, and whether Python collects by itself after
-    the run.
-    """
-    trainer = make_trainer(
-        world,
-        folder,
-        "--training.steps=8",
-        "--training.gc_freq=3",
-        "--no-checkpoint.enable_checkpoint",
-    )
+def _garbage(world: DistEnv, folder: str) -> list[int]:
+    """Steps after which garbage was collected; Python collects by itself after the run."""
+    flags = ("--training.steps=8", "--training.gc_freq=3", "--no-checkpoint.enable_checkpoint")
+    trainer = make_trainer(world, folder, *flags)
     collected: list[int] = []
     gc.callbacks.append(
         lambda phase, _: collected.append(trainer.step) if phase == "start" else None
@@ -244,14 +229,14 @@ def _garbage(world: DistEnv, folder: str) -> tuple[list[int], bool]:
         trainer.train()
     finally:
         gc.callbacks.pop()
-    return [step for step in collected if step], gc.isenabled()
+    assert gc.isenabled()
+    return [step for step in collected if step]
 
 
 @pytest.mark.slow
 def test_garbage_is_collected_on_all_ranks_in_the_same_steps(pool, tmp_path):
-    for steps, on in pool(2).run(_garbage, str(tmp_path)):
+    for steps in pool(2).run(_garbage, str(tmp_path)):
         assert steps[:2] == [3, 6]
-        assert on
 
 
 @pytest.mark.soak

@@ -38,7 +38,7 @@ def _largest_difference(name: str, ours: Rows, theirs: Rows) -> float:
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("sync", ["last", pytest.param("every", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sync", ["last", "every"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_float32_losses_are_torchtitans(pool, tmp_path, ranks, sync):
     """Both average over the step's valid tokens, wherever they are; `max_loss` is the mean loss of

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,40 +41,26 @@ def sources(files: dict[str, Path]) -> str:
     return f"--validation.sources=[{', '.join(tables)}]"
 
 
-def validations(found: dict[str, Any]) -> dict[int, dict[str, float]]:
-    rows = [row for row in found["rows"] if "validation_loss" in row]
-    return {
-        row["step"]: {k: v for k, v in row.items() if k not in ("time", "validation_seconds")}
-        for row in rows
-    }
-
-
 @pytest.fixture(scope="module")
 def one_rank(
     pool: Pools, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, float]:
     """The losses before the first step, on one rank."""
-    return before_step_1(pool, files, tmp_path_factory.mktemp("one"), 1)
+    return before_step_1(pool, tmp_path_factory.mktemp("one"), 1, sources(files))
 
 
-def before_step_1(
-    pool: Pools, files: dict[str, Path], folder: Path, ranks: int, *flags: str
-) -> dict[str, float]:
+def before_step_1(pool: Pools, folder: Path, ranks: int, texts: str) -> dict[str, float]:
+    """The figures of the validation before the first step. texts: the flag that names them."""
     batch = ["--training.batch_size=1", "--training.global_batch_size=12"]
-    chosen = [*FULL, *batch, "--validation.first", "--training.steps=1", *flags]
-    found = pool(ranks).run(train_run, str(folder), *chosen, *([] if flags else [sources(files)]))[
-        0
-    ]
-    assert sorted(validations(found)) == [0, 1]
-    assert any("validation at 0: loss" in line for line in found["said"])
-    assert (
-        all(
-            any(f"validation at 0, {name}: loss" in line for line in found["said"])
-            for name in NAMES
-        )
-        or flags
-    )
-    return validations(found)[0]
+    flags = [*FULL, *batch, "--validation.first", "--training.steps=1", texts]
+    found = pool(ranks).run(train_run, str(folder), *flags)[0]
+    rows = {row["step"]: row for row in found["rows"] if "validation_loss" in row}
+    assert sorted(rows) == [0, 1]
+    said = "\n".join(found["said"])
+    assert "validation at 0: loss" in said
+    if texts.startswith("--validation.sources"):
+        assert all(f"validation at 0, {name}: loss" in said for name in NAMES)
+    return {k: v for k, v in rows[0].items() if k not in ("time", "validation_seconds")}
 
 
 def _validated(world: DistEnv, folder: str, *flags: str) -> bool:
@@ -101,34 +86,30 @@ def test_each_text_has_the_loss_that_it_has_alone_and_all_count_by_tokens(
     pool, files, one_rank, tmp_path
 ):
     alone = {
-        n: before_step_1(pool, files, tmp_path / n, 1, f"--validation.dataset_path={files[n]}")
+        n: before_step_1(pool, tmp_path / n, 1, f"--validation.dataset_path={files[n]}")
         for n in NAMES
     }
     tokens = {name: row["validation_tokens"] for name, row in alone.items()}
     for name, row in alone.items():
         loss = row["validation_loss"]
         assert one_rank[f"validation/{name}/loss"] == loss
-        assert (
-            one_rank[f"validation/{name}/perplexity"]
-            == row["validation_perplexity"]
-            == math.exp(loss)
-        )
+        perplexity = one_rank[f"validation/{name}/perplexity"]
+        assert perplexity == row["validation_perplexity"] == math.exp(loss)
         assert not any(key.startswith("validation/") for key in row)
     assert tokens["long"] > 2 * tokens["short"] > 100
     assert one_rank["validation_tokens"] == sum(tokens.values())
-    mean = sum(one_rank[f"validation/{name}/loss"] * tokens[name] for name in NAMES) / sum(
-        tokens.values()
-    )
+    losses = {name: one_rank[f"validation/{name}/loss"] for name in NAMES}
+    mean = sum(losses[name] * tokens[name] for name in NAMES) / sum(tokens.values())
     assert one_rank["validation_loss"] == pytest.approx(mean, rel=1e-12)
-    plain_mean = sum(one_rank[f"validation/{name}/loss"] for name in NAMES) / 2
-    assert abs(mean - plain_mean) > 1e-3
+    assert abs(mean - sum(losses.values()) / 2) > 1e-3
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_a_full_pass_gives_the_same_losses_on_any_number_of_ranks(
     pool, files, one_rank, tmp_path, ranks
 ):
-    found = before_step_1(pool, files, tmp_path, ranks)
+    found = before_step_1(pool, tmp_path, ranks, sources(files))
     assert found.pop("validation_tokens") == one_rank["validation_tokens"]
     assert found == pytest.approx({key: one_rank[key] for key in found}, rel=1e-6)
 
@@ -136,15 +117,15 @@ def test_a_full_pass_gives_the_same_losses_on_any_number_of_ranks(
 def test_a_full_pass_over_text_without_an_end_is_refused(monkeypatch):
     endless = {"wiki": PackedDataset(make_corpus([5, 5]), seq_len=16)}
     monkeypatch.setattr(TextReader, "held_out", lambda *_: endless)
-    flags = ["--validation.enable", "--validation.steps"]
-    with pytest.raises(
-        ConfigError, match=r"validation\.steps: -1 is a full pass, and wiki is read as a stream"
-    ):
-        read_held_out(load_config("debug_model.toml", 1, [*flags, "-1"]), load_tokenizer())
-    assert (
-        read_held_out(load_config("debug_model.toml", 1, [*flags, "3"]), load_tokenizer())
-        == endless
-    )
+
+    def held_out(steps):
+        flags = ["--validation.enable", f"--validation.steps={steps}"]
+        return read_held_out(load_config("debug_model.toml", 1, flags), load_tokenizer())
+
+    words = r"validation\.steps: -1 is a full pass, and wiki is read as a stream"
+    with pytest.raises(ConfigError, match=words):
+        held_out(-1)
+    assert held_out(3) == endless
 
 
 def test_figures_at_the_limits():
