@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,11 @@ PLAIN: dict[str, Any] = {
 
 
 def llama_2(folder: Path) -> Path:
-    return _copy(BUNDLED_SENTENCEPIECE, folder / "tokenizer.model")
+    return shutil.copy(BUNDLED_SENTENCEPIECE, folder / "tokenizer.model")
 
 
 def llama_3(folder: Path) -> Path:
-    return _copy(BUNDLED_TOKENIZER, folder / "tokenizer.model")
+    return shutil.copy(BUNDLED_TOKENIZER, folder / "tokenizer.model")
 
 
 def mistral_3(folder: Path) -> Path:
@@ -95,26 +96,10 @@ def qwen(folder: Path) -> Path:
         "bos_token": None,
         "eos_token": "<|im_end|>",
         "add_bos_token": False,
+        "pad_token": "<|endoftext|>",
     }
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({**config, "pad_token": "<|endoftext|>"})
-    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder / "tokenizer.json"
-
-
-def _copy(source: Path, target: Path) -> Path:
-    target.write_bytes(source.read_bytes())
-    return target
-
-
-FAMILIES = ("llama", "mistral", "mixtral", "qwen3")
-#: Kind → what makes its file, the families of models that are exported with it, and BOS.
-KINDS: dict[Callable[[Path], Path], tuple[tuple[str, ...], str]] = {
-    llama_2: (("llama", "mixtral"), "<s>"),
-    llama_3: (FAMILIES, "<|begin_of_text|>"),
-    mistral_3: (("mistral",), "<s>"),
-    qwen: (("qwen3", "llama"), "<|endoftext|>"),
-}
 
 
 def plain_ids(file: Path) -> Callable[[str], list[int]]:
@@ -129,9 +114,17 @@ def plain_ids(file: Path) -> Callable[[str], list[int]]:
 
 
 @pytest.mark.slow_after(2)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_auto_tokenizer_reads_the_ids_of_the_run(tmp_path, kind):
-    families, bos = KINDS[kind]
+@pytest.mark.parametrize(
+    ("kind", "families", "bos"),
+    [
+        (llama_2, ["llama", "mixtral"], "<s>"),
+        (llama_3, ["llama", "mistral", "mixtral", "qwen3"], "<|begin_of_text|>"),
+        (mistral_3, ["mistral"], "<s>"),
+        (qwen, ["qwen3", "llama"], "<|endoftext|>"),
+    ],
+)
+def test_auto_tokenizer_reads_the_ids_of_the_run(tmp_path, kind, families, bos):
+    """families: of models that are exported with tokenizers of this kind."""
     source = tmp_path / "source"
     source.mkdir()
     file = kind(source)
