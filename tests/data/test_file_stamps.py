@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.foreign_tokens import write_raw
 from tests.support.hub_server import HubServer
-from tests.support.texts import write_records
+from tests.support.texts import TOKENIZER, write_records
 from tests.support.train_runs import flags, train
 from titanlite import exit_codes
 from titanlite.config.data_sections import Data
@@ -19,9 +19,7 @@ from titanlite.config.sections import Training
 from titanlite.data import file_stamps
 from titanlite.data.dataset_builder import TextReader
 from titanlite.data.rows import Rows
-from titanlite.data.tokenizer import load_tokenizer
 
-TOKENIZER = load_tokenizer()
 STREAM = Data(streaming=True, lanes=1)
 
 

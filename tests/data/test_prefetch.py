@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.processes import python
+from tests.support.processes import python, until
 from titanlite.data import DataError
 from titanlite.data.batch_hash import add_hashes, batch_hash
 from titanlite.data.loader import Batch, TrainLoader
@@ -49,19 +49,12 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(THREAD)]
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     assert threads() == []
     yield
     gc.collect()
-    eventually(lambda: not threads())
+    until(lambda: not threads())
 
 
 @pytest.mark.slow_after(1)
@@ -78,7 +71,7 @@ def test_steps_and_states_are_those_of_the_loader(corpus, depth, skip):
             assert [batch_hash([one]) for one in found] == [batch_hash([one]) for one in expected]
             assert batches.state_dict() == plain.state_dict()
             assert len(threads()) == (depth > 0)
-        eventually(lambda: inner.position == plain.position + depth * GLOBAL)
+        until(lambda: inner.position == plain.position + depth * GLOBAL)
         time.sleep(0.02)
         assert inner.position == plain.position + depth * GLOBAL, (
             "more than depth steps are prepared"

@@ -210,9 +210,6 @@ def test_a_data_set_of_the_hub_is_listed_and_read(tmp_path):
 # The first contact with a server that is not there
 
 
-pytest.importorskip("aiohttp")
-
-TOKENIZER = load_tokenizer()
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 
 
@@ -233,7 +230,7 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def refused(training: Training) -> str:
     """The error of text that is opened with the patience of a run; it comes soon."""
-    reader = TextReader(Data(), TOKENIZER, 2304, patience=300.0)
+    reader = TextReader(Data(), load_tokenizer(), 2304, patience=300.0)
     began = time.monotonic()
     with pytest.raises(DataError) as caught:
         reader.train(training).sequence(0)

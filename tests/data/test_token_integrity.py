@@ -13,33 +13,29 @@ import numpy as np
 import pytest
 
 from tests.support.processes import titanlite
-from tests.support.token_folders import TOKENIZER, write_prepared
+from tests.support.token_folders import SIZE, TOKENIZER, write_prepared
 from titanlite.data import DataError, token_integrity
 from titanlite.data.damaged_tokens_callback import TokenHashes
 from titanlite.data.token_files import TokenFiles, TokenKeys, open_tokens
 from titanlite.data.token_paths import INDEX
 from titanlite.dist.signals import StopSignal
 
-LENGTHS = [[30, 20, 50]] * 3
-
 
 def prepared(folder: Path, masked: int = 2) -> Path:
-    return write_prepared(folder, LENGTHS, masked)
+    return write_prepared(folder, [[30, 20, 50]] * 3, masked)
 
 
 def flip(file: Path, place: int = 20) -> None:
     """Change a byte, and nothing else that a file system tells quickly."""
     content = bytearray(file.read_bytes())
-    times = (file.stat().st_atime_ns, file.stat().st_mtime_ns)
+    seen = file.stat()
     content[place] ^= 1
     file.write_bytes(content)
-    os.utime(file, ns=times)
+    os.utime(file, ns=(seen.st_atime_ns, seen.st_mtime_ns))
 
 
 def opened(folder: Path, records: Path | None) -> TokenFiles:
-    return open_tokens(
-        str(folder), TOKENIZER, TOKENIZER.vocab_size, keys=TokenKeys(records=records)
-    )
+    return open_tokens(str(folder), TOKENIZER, SIZE, keys=TokenKeys(records=records))
 
 
 def begin(files: TokenFiles, first: int, end: int) -> None:
