@@ -134,10 +134,11 @@ def cluster(root: Path, patience: int = 10) -> Iterator[Cluster]:
         slurm.start("slurmctld", "slurmctld", "-D", "-i")
         for node in nodes:
             slurm.start_node(node)
-        until(lambda: _idle(slurm) == _NODES)
+        idle = ("sinfo", "--Node", "--states=idle", "--format=%N")
+        until(lambda: len(_listed(slurm, *idle)) == _NODES)
         yield slurm
     finally:
-        for job in _jobs(slurm):
+        for job in _listed(slurm, "squeue", "--format=%i"):
             subprocess.run(["scancel", job], env=slurm.environment, check=False, timeout=300)
         for name in reversed(slurm.daemons):
             slurm.daemons[name].terminate()
@@ -148,20 +149,17 @@ def cluster(root: Path, patience: int = 10) -> Iterator[Cluster]:
                 daemon.kill()
 
 
-def _idle(slurm: Cluster) -> int:
-    """Return the number of idle nodes, also while no daemon answers."""
-    words = ["sinfo", "--noheader", "--Node", "--states=idle", "--format=%N"]
+def _listed(slurm: Cluster, *words: str) -> list[str]:
+    """Return the words that a command of Slurm's lists: none while no daemon answers."""
     done = subprocess.run(
-        words, env=slurm.environment, capture_output=True, text=True, check=False, timeout=300
+        [*words, "--noheader"],
+        env=slurm.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
-    return len(done.stdout.split())
-
-
-def _jobs(slurm: Cluster) -> list[str]:
-    words = ["squeue", "--noheader", "--format=%i"]
-    return subprocess.run(
-        words, env=slurm.environment, capture_output=True, text=True, check=False
-    ).stdout.split()
+    return done.stdout.split()
 
 
 def missing() -> list[str]:

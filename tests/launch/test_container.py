@@ -22,13 +22,6 @@ from titanlite.checkpoint.manifest import read_manifest
 from titanlite.launch.container_start import sagemaker_job
 
 NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-RUN = [
-    "--training.steps=1000",
-    "--training.seq_len=64",
-    "--training.batch_size=2",
-    "--metrics.log_freq=1",
-]
-RUN += ["--checkpoint.enable_checkpoint", "--checkpoint.interval=1000", "--no-validation.enable"]
 
 
 def _start(*words: str, **variables: str) -> subprocess.Popen[str]:
@@ -64,8 +57,7 @@ def test_the_code_of_the_command_comes_back(words, code):
 def test_a_sagemaker_job_becomes_a_torchrun_command(tmp_path, monkeypatch):
     monkeypatch.setenv("NGPU", "8")
     command, variables = sagemaker_job(_opt_ml(tmp_path, ["algo-1", "algo-2"], "algo-2"))
-    rest = command[command.index("--nnodes") :]
-    assert rest == [
+    assert command[command.index("--nnodes") :] == [
         "--nnodes",
         "2",
         "--nproc_per_node",
@@ -108,8 +100,12 @@ def _opt_ml(base: Path, hosts: list[str], here: str, **more: object) -> Path:
     values = {"config_file": "debug_model.toml", "training.steps": 1000, "training.compile": False}
     parameters = {name: json.dumps(value) for name, value in {**values, **more}.items()}
     parameters |= {"job.description": "two words", "sagemaker_region": '"us-east-1"'}
-    resources = {"hosts": hosts, "current_host": here, "network_interface_name": "eth7"}
-    resources["current_instance_type"] = "ml.p5.48xlarge"
+    resources = {
+        "hosts": hosts,
+        "current_host": here,
+        "network_interface_name": "eth7",
+        "current_instance_type": "ml.p5.48xlarge",
+    }
     (config / "hyperparameters.json").write_text(json.dumps(parameters))
     (config / "resourceconfig.json").write_text(json.dumps(resources))
     (config / "inputdataconfig.json").write_text('{"train": {}}')
@@ -119,16 +115,19 @@ def _opt_ml(base: Path, hosts: list[str], here: str, **more: object) -> Path:
 @pytest.mark.slow
 def test_a_sagemaker_job_that_is_stopped_leads_to_a_checkpoint(tmp_path):
     """The container ends with code 5."""
-    flags = dict(flag.removeprefix("--").split("=") for flag in RUN if "=" in flag)
-    flags |= {
-        "job.dump_folder": str(tmp_path / "run"),
+    run = tmp_path / "run"
+    flags = {
+        "job.dump_folder": str(run),
+        "training.seq_len": "64",
+        "training.batch_size": "2",
+        "metrics.log_freq": "1",
         "checkpoint.enable_checkpoint": True,
+        "checkpoint.interval": "1000",
         "validation.enable": False,
     }
     base = _opt_ml(tmp_path / "ml", ["localhost"], "localhost", **flags)
     variables = {"SAGEMAKER_BASE_DIR": str(base), "GLOO_SOCKET_IFNAME": "lo", "NGPU": "2"}
     with _start("train", **variables) as process:
-        run = tmp_path / "run"
         until_step(run, 3)
         _signal(process, signal.SIGTERM)
         said = process.communicate(timeout=300)[0]

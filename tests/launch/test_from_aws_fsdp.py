@@ -9,13 +9,12 @@ import shlex
 import subprocess
 import venv
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from tests.launch.test_kubernetes import fits
-from tests.support.processes import ROOT, python
+from tests.support.processes import ROOT, titanlite
 from titanlite import exit_codes
 from titanlite.cli import main as cli
 from titanlite.config.load import load_file
@@ -27,6 +26,7 @@ from titanlite.resolve.load import check_config
 from titanlite.run.config import RunConfig
 
 PAGE = (ROOT / "docs" / "from-aws-fsdp.md").read_text()
+CLUSTER = (ROOT / "deploy" / "examples" / "slurm" / "cluster.yaml").read_text()
 FOLDER = ROOT / "train_configs" / "platforms"
 #: The page's TOML file, the job on EKS.
 (FILE,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
@@ -56,11 +56,10 @@ SHAPES = {
 }
 
 
-def shape(name: str, config: str) -> None:
-    args = check_config([f"--job.config_file={config}"], 1, training=False)[1].model_args()
+def shape(run: RunConfig) -> tuple[int, ...]:
+    args = run.model_args()
     kv_heads = args.n_kv_heads or args.n_heads
-    found = (args.ffn_width, kv_heads, args.dim, args.n_layers, args.n_heads)
-    assert found == SHAPES[name]
+    return args.ffn_width, kv_heads, args.dim, args.n_layers, args.n_heads
 
 
 @pytest.mark.parametrize("name", PLATFORMS)
@@ -73,7 +72,7 @@ def test_a_model_fits_the_smallest_platform_of_the_text(name):
     plan = make_plan(run, cluster_of(run))
     assert plan.fits
     assert (run.batch.seq_len, run.batch.global_batch_size) == (4096, ranks_of(launch))
-    shape(model, str(file))
+    assert shape(run) == SHAPES[model]
     size = f"{plan.needed / GIB:.1f} of {plan.cluster.gpu.memory / GIB:.1f}"
     assert f"| {model} | {nodes} × {instance} | `platforms/{name}.toml` | {size} |" in PAGE
     stated = size.replace(" of", " GiB of")
@@ -82,7 +81,8 @@ def test_a_model_fits_the_smallest_platform_of_the_text(name):
 
 def test_every_platform_has_a_file_and_7b_is_that_of_the_text():
     assert {file.stem for file in FOLDER.glob("*.toml")} == {*PLATFORMS, "aws_fsdp"}
-    shape("Llama 2 7B", "llama2_7b.toml")
+    _, run = check_config(["--job.config_file=llama2_7b.toml"], 1, training=False)
+    assert shape(run) == SHAPES["Llama 2 7B"]
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ def test_the_job_of_each_model_on_eks_is_as_the_operator_has_it(
     file.write_text(text)
     assert cli.main(["launch", "kubernetes", str(file), "--dry-run"]) == 0
     manifest = capsys.readouterr().out
-    _, job = yaml.safe_load_all(manifest)
     assert fits(manifest)
+    _, job = yaml.safe_load_all(manifest)
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     pod = worker["template"]["spec"]
     (container,) = pod["containers"]
@@ -211,7 +211,7 @@ def test_the_array_of_the_text_becomes_its_run(tmp_path):
     assert {key: config.value(key) for key in VALUES} == VALUES
     # "Created model with total parameters" of the text.
     assert run.spec.count_parameters(run.model_args()) == 7_392_727_040
-    shape("Llama 3.1 8B", str(tmp_path / "job.toml"))
+    assert shape(run) == SHAPES["Llama 3.1 8B"]
     assert "# hf download hf-internal-testing/llama-tokenizer " in written
     assert "# --max_context_width: their loader cuts sequences of 4,096 tokens" in written
 
@@ -237,10 +237,8 @@ def test_the_arguments_of_each_model_become_its_config(model, tmp_path):
     assert config.value("model.flavor") == FLAVORS[model]
     assert config.value("training.batch_size") == 2
     assert (config.value("launch.nodes"), config.value("launch.gpus_per_node")) == (2, 8)
-    args = run.model_args()
-    kv_heads = args.n_kv_heads or args.n_heads
-    assert (args.ffn_width, kv_heads, args.dim, args.n_layers, args.n_heads) == sizes
-    assert args.vocab_size == 50432
+    assert shape(run) == sizes
+    assert run.model_args().vocab_size == 50432
 
 
 @pytest.mark.parametrize(
@@ -269,8 +267,7 @@ def test_an_argument_reaches_its_key(words, values, tmp_path):
 
 
 def test_hybrid_sharding_is_a_copy_for_each_machine(tmp_path):
-    text = f"#SBATCH --nodes=4\n{ARRAY}"
-    config = converted(tmp_path, text, "--sharding_strategy=hybrid")[0]
+    config, *_ = converted(tmp_path, f"#SBATCH --nodes=4\n{ARRAY}", "--sharding_strategy=hybrid")
     assert config.value("training.data_parallel_replicate_degree") == 4
 
 
@@ -320,11 +317,9 @@ def test_each_argument_of_the_samples_is_refused_with_its_key(capsys):
         assert key.rpartition(".")[2] in re.findall(r"[\w.]+", row.replace(".", " ")), (name, key)
 
 
-@pytest.fixture(scope="module")
-def log(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("run")
-    flags: dict[str, Any] = {
-        "job.dump_folder": folder / "run",
+def test_the_log_has_the_lines_of_the_samples(tmp_path):
+    flags = {
+        "job.dump_folder": tmp_path,
         "training.seq_len": 64,
         "training.steps": 2,
         "training.compile": "false",
@@ -335,16 +330,11 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> str:
         "checkpoint.enable_checkpoint": "false",
         "metrics.enable_tensorboard": "false",
     }
-    words = ["debug_model.toml", "platforms/aws_fsdp.toml"]
     given = [f"--{key}={value}" for key, value in flags.items()]
-    done = python("-m", "titanlite", "train", *words, *given, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_the_log_has_the_lines_of_the_samples(log):
-    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d I "
-    lines = re.findall(rf"{stamp}(\[train\.py:\d+\] .*)", log)
+    done = titanlite("train", "debug_model.toml", "platforms/aws_fsdp.toml", *given)
+    log = done.stdout
+    assert done.returncode == 0, log + done.stderr
+    lines = re.findall(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d I (\[train\.py:\d+\] .*)", log)
     number = r"\d+\.\d+"
     figures = rf"Loss: \d\.\d{{5}}, Speed: {number} samples/sec, lr: 0\.\d{{6}}"
     step = rf"\[train\.py:103\] Batch \d {figures}"
@@ -359,12 +349,12 @@ def test_the_log_has_the_lines_of_the_samples(log):
     for line, pattern in zip(lines, wanted, strict=True):
         assert re.fullmatch(pattern, line), line
     # The start report counts the tensors.
-    count = re.search(wanted[1], lines[1])
-    assert count and f"{int(count[1]):,} parameters" in log
+    (count,) = re.findall(wanted[1], lines[1])
+    assert f"{int(count):,} parameters" in log
 
 
 def test_the_cluster_of_parallelcluster_has_the_queues_types_and_folders_of_its_page():
-    cluster = yaml.safe_load((ROOT / "deploy" / "examples" / "slurm" / "cluster.yaml").read_text())
+    cluster = yaml.safe_load(CLUSTER)
     page = (ROOT / "docs" / "launch" / "parallelcluster.md").read_text()
     types = {}
     for queue in cluster["Scheduling"]["SlurmQueues"]:
@@ -383,9 +373,8 @@ def test_parallelcluster_itself_takes_the_cluster_and_no_misspelt_key(tmp_path):
     # Its packages exclude titanlite's, so it gets an environment of its own.
     venv.create(tmp_path, with_pip=True)
     own = tmp_path / "bin" / "python"
-    package = "aws-parallelcluster==3.16.1"
-    subprocess.run([own, "-m", "pip", "install", "--quiet", package], check=True)
-    cluster = (ROOT / "deploy" / "examples" / "slurm" / "cluster.yaml").read_text()
+    install = [own, "-m", "pip", "install", "--quiet", "aws-parallelcluster==3.16.1"]
+    subprocess.run(install, check=True)
     code = """
 import sys, yaml
 from pcluster.schemas.cluster_schema import ClusterSchema
@@ -393,10 +382,10 @@ cluster = ClusterSchema(cluster_name="x").load(yaml.safe_load(sys.stdin))
 print([queue.name for queue in cluster.scheduling.queues])
 """
     environment = {**os.environ, "AWS_DEFAULT_REGION": "us-east-1"}
-    for text, found in ((cluster, "['p5', 'p4d']"), (cluster.replace("Efa:", "Efo:", 1), "Efo")):
+    for text, found in ((CLUSTER, "['p5', 'p4d']"), (CLUSTER.replace("Efa:", "Efo:", 1), "Efo")):
         done = subprocess.run(
             [own, "-c", code], input=text, text=True, capture_output=True, env=environment
         )
         lines = done.stdout if done.returncode == 0 else done.stderr
         assert found in lines.splitlines()[-1], lines
-        assert (done.returncode == 0) == (text == cluster)
+        assert (done.returncode == 0) == (text == CLUSTER)

@@ -81,18 +81,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for folder in (here, programs):
         folder.mkdir()
     node = "echo NodeList=node1 NodeAddr=10.0.0.1\n"
-    for name, body in {
-        "python": RECORD,
-        "srun": SRUN,
-        "scontrol": node,
-        "squeue": "",
-        "sleep": "",
-    }.items():
+    bodies = {"python": RECORD, "srun": SRUN, "scontrol": node, "squeue": "", "sleep": ""}
+    for name, body in bodies.items():
         (programs / name).write_text(f"#!/bin/bash\n{body}")
         (programs / name).chmod(0o755)
-    shutil.copy(programs / "python", here / 'py"th`on`')
+    python = shutil.copy(programs / "python", here / 'py"th`on`')
     monkeypatch.chdir(here)
-    monkeypatch.setattr(sys, "executable", str(here / 'py"th`on`'))
+    monkeypatch.setattr(sys, "executable", str(python))
     return tmp_path
 
 
@@ -123,10 +118,18 @@ def _run(place: Path, script: str, *more: str) -> list[str]:
     pwned = place / "pwned"
     file.write_text(script, encoding="utf-8")
     record.unlink(missing_ok=True)
-    path = f"{place / 'programs'}:/usr/bin:/bin"
-    env = {"PATH": path, "PWNED": str(pwned), "RECORD": str(record), "HOSTNAME": "x-worker-0"}
-    env |= {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "HOME": "/root", "SLURM_JOB_NUM_NODES": "1"}
-    env |= dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST"), "node1")
+    env = {
+        "PATH": f"{place / 'programs'}:/usr/bin:/bin",
+        "PWNED": str(pwned),
+        "RECORD": str(record),
+        "HOME": "/root",
+        "HOSTNAME": "x-worker-0",
+        "SLURM_JOB_ID": "7",
+        "SLURM_NODEID": "0",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_JOB_NODELIST": "node1",
+        "SLURM_STEP_NODELIST": "node1",
+    }
     done = subprocess.run(
         ["bash", file, *more], env=env, capture_output=True, text=True, timeout=300
     )
@@ -140,13 +143,13 @@ def _slurm_options(script: str) -> dict[str, str]:
     them.
     """
     found = {}
-    for line in (line for line in script.splitlines() if line.startswith("#SBATCH ")):
+    for line in re.findall("^#SBATCH (.*)", script, re.M):
         word = ""
         quote = ""
         escaped = False
-        for c in line.removeprefix("#SBATCH "):
+        for c in line:
             if escaped:
-                word = word + c
+                word += c
                 escaped = False
             elif c == "\\":
                 escaped = True
@@ -190,11 +193,9 @@ def _read(value: Any, text: str) -> Any:
 @pytest.mark.parametrize("value", TEXTS)
 def test_a_script_for_this_machine_starts_python_with_the_values(place, value):
     run = place / _folder(value)
-    script = launch_local.files(_job(place, {"environment": {"PROBE": value}}, str(run)))[
-        launch_local.FILE
-    ]
-    words = _run(place, script)
-    config = str(Path(os.path.abspath(run)) / "launch" / "config.toml")
+    job = _job(place, {"environment": {"PROBE": value}}, str(run))
+    words = _run(place, launch_local.files(job)[launch_local.FILE])
+    config = f"{os.path.abspath(run)}/launch/config.toml"
     assert words == [value, "-m", "titanlite", "train", config, "--nproc", "1"]
 
 
@@ -202,9 +203,9 @@ def test_a_script_for_this_machine_starts_python_with_the_values(place, value):
 def test_a_script_for_slurm_has_its_options_and_starts_python_with_the_values(place, value):
     run = Path(os.path.abspath(place / _folder(value)))
     run.joinpath("launch").mkdir(parents=True, exist_ok=True)
-    launch = {name: value for name in ("queue", "image")}
-    shared = {"environment": {"PROBE": value}, "shared_dir": str(place)}
-    script = launch_slurm.files(_job(place, {**launch, **shared}, str(run)))[launch_slurm.FILE]
+    launch = {"queue": value, "image": value, "shared_dir": str(place)}
+    job = _job(place, {**launch, "environment": {"PROBE": value}}, str(run))
+    script = launch_slurm.files(job)[launch_slurm.FILE]
     options = _slurm_options(script)
     assert options["partition"] == value
     assert options["chdir"] == os.getcwd()
@@ -227,9 +228,9 @@ def test_manifests_for_kubernetes_have_the_values(place, kind, value):
     run = Path(os.path.abspath(place / "fsx" / _folder(value)))
 
     def manifests(text):
-        texts = {"image": text, "queue": text, "namespace": text, "token_secret": text}
-        more = {"environment": {"PROBE": text}, "volumes": {"claim": str(place / "fsx")}}
-        files = launch_kubernetes.files(_job(place, {**texts, **more, "kind": kind}, str(run)))
+        launch = dict.fromkeys(("image", "queue", "namespace", "token_secret"), text)
+        launch |= {"environment": {"PROBE": text}, "volumes": {"claim": f"{place}/fsx"}}
+        files = launch_kubernetes.files(_job(place, {**launch, "kind": kind}, str(run)))
         # The C loader where it is there: it is ten times as fast.
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         return [one for file in files.values() for one in yaml.load_all(file, loader) if one]
@@ -240,8 +241,8 @@ def test_manifests_for_kubernetes_have_the_values(place, kind, value):
     assert configs[0]["launch"]["environment"]["PROBE"].replace("$${", "${") == value
     assert configs[0]["job"]["dump_folder"].replace("$${", "${") == str(run)
     if kind == "PyTorchJob":
-        pod = found[1]["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
-        arguments = pod["containers"][0]["args"]
+        worker = found[1]["spec"]["pytorchReplicaSpecs"]["Worker"]
+        arguments = worker["template"]["spec"]["containers"][0]["args"]
         _run(place, _as_pod(arguments[2]), *arguments[4:])
         assert (run / "launch" / "starts.log").read_text() == "start after \n"
 

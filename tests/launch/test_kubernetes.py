@@ -28,12 +28,12 @@ SNAPSHOTS = ROOT / "deploy" / "examples" / "kubernetes"
 KINDS = ("PyTorchJob", "TrainJob")
 
 
-def render(name: str, *flags: str) -> str:
+def render(*flags: str, name: str = "llama3_1_8b") -> str:
     """Return the manifests of an example.
 
     As examples show them, the config has no defaults: a new key changes none.
     """
-    flags = (
+    words = [
         *EXAMPLES[name],
         f"--job.dump_folder=/fsx/runs/{name}",
         "--launch.image=123456789012.dkr.ecr.us-east-1.amazonaws.com/titanlite:latest",
@@ -41,9 +41,9 @@ def render(name: str, *flags: str) -> str:
         "--launch.token_secret=hugging-face",
         "--model.tokenizer_path=/fsx/tokenizer/original/tokenizer.model",
         *flags,
-    )
-    job = prepare(list(flags))
-    given = check_config(list(flags), training=False, defer=True)[0].to_toml(defaults=False)
+    ]
+    job = prepare(words)
+    given = check_config(words, training=False, defer=True)[0].to_toml(defaults=False)
     files = launch_kubernetes.files(job._replace(run=replace(job.run, toml=given)))
     return "".join(files.values()).replace(
         "# The resolved config", "# Without the defaults of a written job: the config", 1
@@ -52,13 +52,9 @@ def render(name: str, *flags: str) -> str:
 
 def examples() -> dict[str, str]:
     """Return all rendered examples by file name."""
-    kinds = {
-        f"llama3_1_8b_{kind.lower()}": render("llama3_1_8b", f"--launch.kind={kind}")
-        for kind in KINDS[1:]
-    }
     return {
-        f"{name}.yaml": text
-        for name, text in {**{name: render(name) for name in EXAMPLES}, **kinds}.items()
+        **{f"{name}.yaml": render(name=name) for name in EXAMPLES},
+        "llama3_1_8b_trainjob.yaml": render("--launch.kind=TrainJob"),
     }
 
 
@@ -91,9 +87,8 @@ def _at_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_examples_are_what_the_command_writes():
-    wanted = examples()
     stored = {file.name: file.read_text() for file in SNAPSHOTS.iterdir()}
-    assert stored == wanted, "run: python scripts/generate.py"
+    assert stored == examples(), "run: python scripts/generate.py"
 
 
 @pytest.mark.slow
@@ -102,7 +97,7 @@ def test_every_field_is_one_of_the_operator(kind):
     pytest.importorskip(
         {"PyTorchJob": "kubeflow.training", "TrainJob": "kubeflow_trainer_api"}[kind]
     )
-    flags = [
+    text = render(
         f"--launch.kind={kind}",
         "--launch.namespace=ml",
         "--launch.queue=team",
@@ -110,8 +105,7 @@ def test_every_field_is_one_of_the_operator(kind):
         '--launch.labels={"a/b" = "high"}',
         '--launch.annotations={"a/c" = "a: {} rack"}',
         *GIVEN,
-    ]
-    text = render("llama3_1_8b", *flags)
+    )
     assert fits(text)
     assert "activeDeadlineSeconds: 216000" in text
     assert text.count('namespace: "ml"') == text.count("\nkind: ")
@@ -133,19 +127,21 @@ def test_every_field_is_one_of_the_operator(kind):
 
 def test_a_train_job_fails_at_the_codes_that_come_again():
     """Each of titanlite's codes but those after which the same command continues."""
-    text = render("llama3_1_8b", "--launch.kind=TrainJob")
-    (values,) = re.findall(r"values: \[([\d, ]+)\]", text)
+    (values,) = re.findall(r"values: \[([\d, ]+)\]", render("--launch.kind=TrainJob"))
     again = {exit_codes.ERROR, *exit_codes.FINAL} - {exit_codes.PREEMPTED, exit_codes.INTERRUPTED}
     assert {int(value) for value in values.split(", ")} == again
 
 
 def test_the_config_map_holds_the_resolved_config():
-    flags = [
-        "--job.config_file=llama3_1_8b.toml",
-        "--launch.image=titanlite",
-        "--launch.instance_type=p5.48xlarge",
-    ]
-    job = prepare([*flags, "--job.dump_folder=/fsx/a", '--launch.volumes={"fsx.claim" = "/fsx/"}'])
+    job = prepare(
+        [
+            "--job.config_file=llama3_1_8b.toml",
+            "--launch.image=titanlite",
+            "--launch.instance_type=p5.48xlarge",
+            "--job.dump_folder=/fsx/a",
+            '--launch.volumes={"fsx.claim" = "/fsx/"}',
+        ]
+    )
     text = launch_kubernetes.files(job)[launch_kubernetes.CONFIG_FILE]
     assert yaml.safe_load(text)["data"]["config.toml"].rstrip() == job.run.toml.rstrip()
     (warning,) = launch_kubernetes.warnings(job)
@@ -194,7 +190,7 @@ GPU = {"limits": {"nvidia.com/gpu": "1"}}
 )
 def test_pods_ask_for_what_the_machines_have(flags, resources, shared):
     machine = ["--launch.instance_type=g6e.4xlarge", "--launch.environment.NCCL_DEBUG=INFO"]
-    text = render("llama3_1_8b", *machine, *flags)
+    text = render(*machine, *flags)
     container = _container(text)
     assert container["resources"] == resources
     assert _values(text, "emptyDir") == [shared]
@@ -205,8 +201,7 @@ def test_pods_ask_for_what_the_machines_have(flags, resources, shared):
 
 
 def test_two_run_folders_have_two_jobs_and_one_node_needs_no_efa():
-    flags = ["--launch.nodes=1"]
-    texts = [render("llama3_1_8b", *flags, f"--job.dump_folder=/fsx/{one}/on") for one in "ab"]
+    texts = [render("--launch.nodes=1", f"--job.dump_folder=/fsx/{one}/on") for one in "ab"]
     names = [one["metadata"]["name"] for text in texts for one in yaml.safe_load_all(text)]
     assert len(set(names)) == 2 and all(name.startswith("on-") for name in names)
     assert _container(texts[0])["resources"]["limits"] == {"nvidia.com/gpu": "8"}
@@ -215,7 +210,7 @@ def test_two_run_folders_have_two_jobs_and_one_node_needs_no_efa():
 def test_each_volume_has_a_name_of_its_own():
     claims = {"host-1": "/a", "/disk": "/disk", "a.b": "/b", "a-b": "/c", "config": "/d"}
     entries = ", ".join(f'"{source}" = "{path}"' for source, path in claims.items())
-    text = render("llama3_1_8b", f"--launch.volumes={{{entries}}}")
+    text = render(f"--launch.volumes={{{entries}}}")
     claims["fsx-claim"] = "/fsx"
     (volumes,) = _values(text, "volumes")
     sources = {one["name"]: one for one in volumes}
@@ -228,14 +223,16 @@ def test_each_volume_has_a_name_of_its_own():
 
 
 def test_starts_without_a_new_step_end_the_job(tmp_path):
-    volume = f'--launch.volumes={{"claim" = "{tmp_path}"}}'
-    flags = ["--launch.max_restarts=1", volume, f"--job.dump_folder={tmp_path}/run 1"]
-    script = _container(render("llama3_1_8b", *flags))["args"][:4]
+    text = render(
+        "--launch.max_restarts=1",
+        f'--launch.volumes={{"claim" = "{tmp_path}"}}',
+        f"--job.dump_folder={tmp_path}/run 1",
+    )
+    words = [*_container(text)["args"][:4], "sh", "-c", "exit 7"]
 
     def codes(host, count):
-        words = [*script, "sh", "-c", "exit 7"]
         env = {**os.environ, "HOSTNAME": host}
-        return [subprocess.run(words, env=env, check=False).returncode for _ in range(count)]
+        return [subprocess.run(words, env=env).returncode for _ in range(count)]
 
     assert codes("a-worker-1", 4) == [7] * 4
     assert codes("a-worker-0", 2) == [7, 7]
@@ -280,7 +277,7 @@ def test_starts_without_a_new_step_end_the_job(tmp_path):
 )
 def test_a_job_that_cannot_work_or_would_lose_its_checkpoints_is_refused(flags, words):
     with pytest.raises(ConfigError) as error:
-        render("llama3_1_8b", *flags)
+        render(*flags)
     assert words in str(error.value)
 
 

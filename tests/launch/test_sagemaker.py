@@ -50,14 +50,23 @@ class Account:
     built: list[str] = field(default_factory=list)
     shown: str = ""
 
-    def object(self, key: str) -> bytes:
-        import boto3
 
-        body: bytes = boto3.client("s3").get_object(Bucket=BUCKET, Key=key)["Body"].read()
-        return body
+def content(key: str) -> bytes:
+    """Return an object of the bucket."""
+    import boto3
+
+    body: bytes = boto3.client("s3").get_object(Bucket=BUCKET, Key=key)["Body"].read()
+    return body
 
 
-def run_cells(name: str, folder: Path) -> str:
+def copy_checkout(folder: Path) -> Path:
+    """Copy what the notebooks need of a checkout; return their folder."""
+    (folder / "benchmarks").mkdir()
+    shutil.copy(ROOT / "benchmarks" / "sagemaker_levels.py", folder / "benchmarks")
+    return Path(shutil.copytree(FOLDER, folder / "examples" / "sagemaker"))
+
+
+def run_cells(notebook: Path) -> str:
     """Run the cells of a notebook as Jupyter does, but for pip; return what they printed."""
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.utils.capture import capture_output
@@ -65,7 +74,7 @@ def run_cells(name: str, folder: Path) -> str:
     shown = ""
     shell = InteractiveShell.instance()
     shell.history_manager.enabled = False
-    for cell in json.loads((folder / name).read_text(encoding="utf-8"))["cells"]:
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "code" and not source.startswith("%pip"):
             with capture_output() as output:
@@ -96,9 +105,7 @@ def account(golden: GoldenRun, tmp_path_factory: pytest.TempPathFactory) -> Iter
     import boto3
 
     folder = tmp_path_factory.mktemp("sagemaker")
-    shutil.copytree(FOLDER, folder / "examples" / "sagemaker")
-    (folder / "benchmarks").mkdir()
-    shutil.copy(ROOT / "benchmarks" / "sagemaker_levels.py", folder / "benchmarks")
+    notebooks = copy_checkout(folder)
     found = Account(folder)
     tokenizer = folder / "hub" / "models" / "meta-llama" / "Meta-Llama-3-8B" / "original"
     tokenizer.mkdir(parents=True)
@@ -116,8 +123,8 @@ def account(golden: GoldenRun, tmp_path_factory: pytest.TempPathFactory) -> Iter
             boto3.client("s3").put_object(Bucket=BUCKET, Key=f"{key}/metrics.jsonl", Body=rows)
 
     with pytest.MonkeyPatch.context() as patch, HubServer(folder / "hub") as hub:
-        patch.chdir(folder / "examples" / "sagemaker")
-        patch.syspath_prepend(str(folder / "examples" / "sagemaker"))
+        patch.chdir(notebooks)
+        patch.syspath_prepend(str(notebooks))
         patch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
         patch.setenv("PATH", str(stand_in.parent), prepend=":")
         patch.setenv("PYTHONPATH", str(ROOT))
@@ -127,11 +134,10 @@ def account(golden: GoldenRun, tmp_path_factory: pytest.TempPathFactory) -> Iter
         with moto.mock_aws():
             enter_studio(patch)
             boto3.setup_default_session()
-            events = boto3.DEFAULT_SESSION.events
-            events.register("provide-client-params.sagemaker", note)
+            boto3.DEFAULT_SESSION.events.register("provide-client-params.sagemaker", note)
             patch.setattr(boto3.session, "Session", lambda: boto3.DEFAULT_SESSION)
             for name in ("1_build_image", "2_prepare_data", "3_train"):
-                found.shown = run_cells(f"{name}.ipynb", folder / "examples" / "sagemaker")
+                found.shown = run_cells(notebooks / f"{name}.ipynb")
             found.built = shlex.split((folder / "built").read_text())
             yield found
 
@@ -139,15 +145,12 @@ def account(golden: GoldenRun, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def test_the_image_is_built_by_an_argument_of_the_dockerfile_each(account):
     words = account.built
     assert words[:2] == ["build", "."]
-    options = dict(zip(words[2::2], words[3::2], strict=True))
+    pairs = [*zip(words[2::2], words[3::2], strict=True)]
+    options = dict(pairs)
     assert options["--repository"] == "titanlite:1"
     assert (options["--role"], options["--bucket"]) == ("service-role/studio", BUCKET)
     text = (ROOT / options["--file"]).read_text()
-    arguments = [
-        word.partition("=")[0]
-        for option, word in zip(words[2::2], words[3::2], strict=True)
-        if option == "--build-arg"
-    ]
+    arguments = [word.partition("=")[0] for option, word in pairs if option == "--build-arg"]
     assert arguments == ["USER_ID", "EFA", "REQUIREMENTS"]
     assert all(re.search(f"(?m)^ARG {name}=", text) for name in arguments)
 
@@ -169,7 +172,7 @@ def test_c4_and_the_tokenizer_come_to_the_places_that_the_config_reads(account):
     assert [file.name for file in target.glob("en/*.json.gz")] == [
         "c4-train.00099-of-01024.json.gz"
     ]
-    assert account.object("tokenizer/original/tokenizer.model") == b"a tokenizer"
+    assert content("tokenizer/original/tokenizer.model") == b"a tokenizer"
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -187,7 +190,7 @@ def test_a_job_trains_its_level_as_the_text_does(account, level, monkeypatch):
     folder = ml / "input" / "data" / "config"
     folder.mkdir(parents=True)
     for file in (f"{level}.toml", "sagemaker.toml"):
-        (folder / file).write_bytes(account.object(f"config/{file}"))
+        (folder / file).write_bytes(content(f"config/{file}"))
     machines = job["ResourceConfig"]
     hosts = [f"algo-{number}" for number in range(1, machines["InstanceCount"] + 1)]
     kind = machines["InstanceType"]
@@ -210,8 +213,7 @@ def test_a_job_trains_its_level_as_the_text_does(account, level, monkeypatch):
     sections = config.sections
     assert sections.model.tokenizer_path == f"{ml}/input/data/tokenizer/original/tokenizer.model"
     assert sections.training.dataset_path == f"{ml}/input/data/train/en/*.json.gz"
-    place = f"s3://{BUCKET}/llama3-8b-{level}"
-    assert sections.checkpoint.folder.startswith(place)
+    assert sections.checkpoint.folder.startswith(f"s3://{BUCKET}/llama3-8b-{level}")
     assert sections.job.dump_folder == job["CheckpointConfig"]["LocalPath"]
     assert sections.metrics.save_tb_folder == job["TensorBoardOutputConfig"]["LocalPath"]
     assert (machines["VolumeSizeInGB"], machines["KeepAlivePeriodInSeconds"]) == (800, 900)
@@ -223,11 +225,7 @@ def test_a_job_trains_its_level_as_the_text_does(account, level, monkeypatch):
     )
     recomputation = sections.activation_checkpoint
     assert (recomputation.mode, recomputation.selective_ac_option) == ("selective", "op")
-    assert (run.batch.seq_len, run.batch.global_batch_size, sections.training.steps) == (
-        8192,
-        32,
-        2000,
-    )
+    assert (run.batch.seq_len, run.batch.global_batch_size, run.steps) == (8192, 32, 2000)
     plan = make_plan(run, cluster_of(run))
     assert plan.fits
     speed, published = plan.speed.tokens_per_second, LEVELS[level][0]

@@ -20,7 +20,15 @@ from typing import Any
 
 import pytest
 
-from tests.launch.test_sagemaker import BUCKET, FOLDER, IMAGE, ROLE, enter_studio
+from tests.launch.test_sagemaker import (
+    BUCKET,
+    FOLDER,
+    IMAGE,
+    ROLE,
+    content,
+    copy_checkout,
+    enter_studio,
+)
 from tests.support.processes import ROOT
 from tests.support.s3 import serving
 
@@ -58,10 +66,9 @@ class Endpoint:
     def run(self, python: str, code: str) -> list[dict[str, Any]]:
         """Run code as a notebook does; return its requests."""
         self.requests.clear()
-        here = self.folder / "examples" / "sagemaker"
         done = subprocess.run(
             [python, "-c", code],
-            cwd=here,
+            cwd=self.folder / "examples" / "sagemaker",
             env={**os.environ, **OFFLINE},
             capture_output=True,
             text=True,
@@ -78,9 +85,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     from moto.sagemaker.responses import SageMakerResponse
 
     found = Endpoint(tmp_path_factory.mktemp("checkout"))
-    shutil.copytree(FOLDER, found.folder / "examples" / "sagemaker")
-    (found.folder / "benchmarks").mkdir()
-    shutil.copy(ROOT / "benchmarks" / "sagemaker_levels.py", found.folder / "benchmarks")
+    copy_checkout(found.folder)
     shutil.copy(ROOT / "train.py", found.folder)
     create = SageMakerResponse.create_training_job
 
@@ -91,12 +96,8 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     with pytest.MonkeyPatch.context() as patch, serving() as port:
         patch.setattr(SageMakerResponse, "create_training_job", note)
         # The SDK 3 asks whether the role may do what it needs. moto has no answer.
-        patch.setattr(
-            IamResponse,
-            "simulate_principal_policy",
-            lambda _: (200, {}, ANSWER),
-            raising=False,
-        )
+        answer = (200, {}, ANSWER)
+        patch.setattr(IamResponse, "simulate_principal_policy", lambda _: answer, raising=False)
         variables = {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
             "AWS_DEFAULT_REGION": "us-east-1",
@@ -217,13 +218,9 @@ def test_the_estimator_of_the_text_gives_train_py_and_the_config_to_the_toolkit(
     assert wanted.items() <= parameters.items()
     changed = {"TrainingJobName": f"{name}-entry-point", "HyperParameters": None}
     assert {**request, "HyperParameters": None} == {**first, **changed}
-    import boto3
-
-    key = source.removeprefix(f"s3://{BUCKET}/")
-    body = boto3.client("s3").get_object(Bucket=BUCKET, Key=key)["Body"].read()
+    body = content(source.removeprefix(f"s3://{BUCKET}/"))
     with tarfile.open(fileobj=io.BytesIO(body)) as archive:
-        files = {"train.py", "level4.toml", "sagemaker.toml"}
-        assert files <= set(archive.getnames())
+        assert {"train.py", "level4.toml", "sagemaker.toml"} <= set(archive.getnames())
 
 
 def test_the_model_trainer_asks_for_the_same_job(endpoint, sdk):
@@ -238,8 +235,6 @@ def test_the_model_trainer_asks_for_the_same_job(endpoint, sdk):
 
 
 def test_the_script_runs_its_command_on_each_machine(endpoint, sdk):
-    import boto3
-
     folder = endpoint.folder / "llama3_1_8b"
     folder.mkdir()
     (folder / "config.toml").write_text("[job]\n")
@@ -274,12 +269,9 @@ def test_the_script_runs_its_command_on_each_machine(endpoint, sdk):
         for channel in request["InputDataConfig"]
     }
     assert places.pop("train") == "s3://my-bucket/c4"
-    s3 = boto3.client("s3")
 
     def uploaded(channel: str, file: str) -> str:
-        key = f"{places[channel].removeprefix(f's3://{BUCKET}/')}/{file}"
-        text: bytes = s3.get_object(Bucket=BUCKET, Key=key)["Body"].read()
-        return text.decode()
+        return content(f"{places[channel].removeprefix(f's3://{BUCKET}/')}/{file}").decode()
 
     assert uploaded("code", "config.toml") == "[job]\n"
     # What ContainerArguments starts.

@@ -86,14 +86,13 @@ def _example(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
     model = name.removesuffix("_spare")
     monkeypatch.setattr(Path, "cwd", lambda: Path("/fsx/titanlite"))
     monkeypatch.setattr(sys, "executable", "/fsx/titanlite/.venv/bin/python")
-    flags = [
+    return _render(
+        *EXAMPLES[model],
         "--launch.shared_dir=/fsx",
         f"--job.dump_folder=/fsx/runs/{name}",
         "--launch.time_limit=2-0",
-    ]
-    if name != model:
-        flags.append("--launch.spare_nodes=1")
-    return _render(*EXAMPLES[model], *flags)
+        f"--launch.spare_nodes={int(name != model)}",
+    )
 
 
 #: The job of each model, and one with a spare node.
@@ -110,8 +109,8 @@ def test_a_container_mounts_the_shared_folder_and_starts_python_of_its_own():
     folders = ["--job.dump_folder=/fsx/runs/8b", "--launch.shared_dir=/fsx"]
     probe = "--launch.environment.NCCL_DEBUG=INFO"
     text = _render(*EXAMPLES["llama3_1_8b"], *folders, _IMAGE, probe)
-    mounts = re.search("^mounts=(.*)", text, re.M)
-    assert mounts and set(mounts[1].split(",")) == {"/fsx:/fsx", f"{ROOT}:{ROOT}"}
+    (mounts,) = re.findall("^mounts=(.*)", text, re.M)
+    assert set(mounts.split(",")) == {"/fsx:/fsx", f"{ROOT}:{ROOT}"}
     assert re.search(r"^variables=\S*,NCCL_DEBUG ", text, re.M)
     assert "exec python -m" in text
 
@@ -166,21 +165,20 @@ GROUPS = '[[optimizer.groups]]\nparameters = "nothing"\nlr = 1.0\n'
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("word", "said"),
     [
-        (["--training.fsdp_units=Nope"], "training.fsdp_units: no FSDP group can be made of Nope"),
-        (["groups.toml"], "optimizer.groups"),
-        (["--training.tensor_parallel_degree=3"], "does not divide the world size 16"),
+        ("--training.fsdp_units=Nope", "training.fsdp_units: no FSDP group can be made of Nope"),
+        ("groups.toml", "optimizer.groups"),
+        ("--training.tensor_parallel_degree=3", "does not divide the world size 16"),
     ],
 )
-def test_a_check_refuses_what_the_launch_does(flags, said, tmp_path, monkeypatch, capsys):
+def test_a_check_refuses_what_the_launch_does(word, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("groups.toml").write_text(GROUPS)
-    files = ["debug_model.toml", *(flag for flag in flags if flag[0] != "-")]
     machines = ["--launch.nodes=2", "--launch.instance_type=p5.48xlarge"]
-    words = [*files, *machines, *(flag for flag in flags if flag[0] == "-")]
     for command in (["config", "check"], ["launch", "slurm", "--dry-run"]):
-        assert cli.main([*command, *words]) == exit_codes.CONFIG
+        code = cli.main([*command, "debug_model.toml", word, *machines])
+        assert code == exit_codes.CONFIG
         assert said in capsys.readouterr().err
     assert cli.main(["config", "check", "debug_model.toml", *machines]) == exit_codes.DONE
     assert re.search(r"ranks +16 \(of section \[launch\]", capsys.readouterr().out)
@@ -276,7 +274,7 @@ echo "GPU 0: H100"
 if [ ! -e "gpu-$SLURMD_NODENAME" ]; then echo "GPU 1: H100"; fi
 """,
     "srun": """
-export SLURM_NODEID=0 SLURM_STEP_NODELIST=
+export SLURM_NODEID=0 SLURM_STEP_NODELIST=$SLURM_JOB_NODELIST
 for word; do case $word in --nodelist=*) SLURM_STEP_NODELIST=${word#*=} ;; esac; done
 export SLURMD_NODENAME=$SLURM_STEP_NODELIST
 if [ -e "$SLURMD_NODENAME" ]; then exit 1; fi
@@ -295,18 +293,30 @@ exit "$code"
 }
 
 
-def _run(
-    place: Path, codes: list[int], *flags: str, nodes: str = "a,b,c", **variables: str
-) -> tuple[int, str]:
-    """Run a job's script with the stand-ins on node a; return its exit code and its output."""
+def _run(place: Path, codes: list[int], nodes: str = "a,b,c", **variables: str) -> tuple[int, str]:
+    """Run the script of a job of two nodes with the stand-ins on node a; a third node is a spare.
+
+    Return its exit code and its output.
+    """
     (place / "programs").mkdir()
     for name, body in _PROGRAMS.items():
-        (place / "programs" / name).write_text(f"#!/bin/bash\n{body}")
-        (place / "programs" / name).chmod(0o755)
+        program = place / "programs" / name
+        program.write_text(f"#!/bin/bash\n{body}")
+        program.chmod(0o755)
     (place / "codes").write_text("".join(f"{code}\n" for code in codes))
     folder = place / "run"
     (folder / "launch").mkdir(parents=True, exist_ok=True)
-    script = _script(f"--job.dump_folder={folder}", "--launch.image=image", *flags)
+    script = _render(
+        "--job.config_file=debug_model.toml",
+        *TWO_LAYERS,
+        "--training.global_batch_size=32",
+        "--launch.nodes=2",
+        "--launch.gpus_per_node=2",
+        f"--launch.spare_nodes={nodes.count(',') // 2}",
+        "--launch.shared_dir=/",
+        "--launch.image=image",
+        f"--job.dump_folder={folder}",
+    )
     own = {
         "PATH": f"{place / 'programs'}:/usr/bin:/bin",
         "SLURMD_NODENAME": "a",
@@ -322,86 +332,61 @@ def _run(
     return done.returncode, done.stdout + done.stderr
 
 
-def _script(*flags: str) -> str:
-    run = ["--job.config_file=debug_model.toml", *TWO_LAYERS, "--training.global_batch_size=32"]
-    machines = ["--launch.nodes=2", "--launch.gpus_per_node=2", "--launch.shared_dir=/"]
-    return _render(*run, *machines, *flags)
-
-
 def _starts(place: Path) -> list[str]:
     return [line.split()[0] for line in (place / "started").read_text().splitlines()]
 
 
-SPARE = "--launch.spare_nodes=1"
-
-
 @pytest.mark.parametrize(
-    ("codes", "missing", "starts", "end", "queued", "said"),
+    ("nodes", "codes", "missing", "starts", "end", "queued", "said"),
     [
         # A node that does not see all its GPUs gets no ranks.
-        ([0], "gpu-a", ["b,c"], 0, False, ["== node a is lost"]),
-        ([137, 0], "gpu-a", ["b,c"], 137, True, ["== 1 healthy nodes are too few"]),
+        ("a,b,c", [0], "gpu-a", ["b,c"], 0, False, ["== node a is lost"]),
+        ("a,b,c", [137, 0], "gpu-a", ["b,c"], 137, True, ["== 1 healthy nodes are too few"]),
         # A spare node that is dead replaces none.
-        ([137, 0], "c", ["a,b"], 137, True, ["== node c is lost", "== node b is lost"]),
-        ([137, 0], "", ["a,b", "a,c"], 0, False, ["== node b is lost"]),
+        ("a,b,c", [137, 0], "c", ["a,b"], 137, True, ["== node c is lost", "== node b is lost"]),
+        ("a,b,c", [137, 0], "", ["a,b", "a,c"], 0, False, ["== node b is lost"]),
         # An error, and a third end at the same step, are final. A stopped job starts later.
-        ([2], "", ["a,b"], 2, False, []),
-        ([7, 7, 7, 0], "", ["a,b"] * 3, 7, False, ["for the third time"]),
-        ([5, 0], "", ["a,b"], 5, True, []),
+        ("a,b,c", [2], "", ["a,b"], 2, False, []),
+        ("a,b,c", [7, 7, 7, 0], "", ["a,b"] * 3, 7, False, ["for the third time"]),
+        ("a,b,c", [5, 0], "", ["a,b"], 5, True, []),
+        # Without a spare node ranks start on the same ones, and a lost node leads to the queue.
+        ("a,b", [7, 7, 0], "", ["a,b"] * 3, 0, False, []),
+        ("a,b", [137, 0], "", ["a,b"], 137, True, []),
     ],
 )
 def test_ranks_start_on_healthy_nodes_while_there_are_enough(
-    tmp_path, codes, missing, starts, end, queued, said
+    tmp_path, nodes, codes, missing, starts, end, queued, said
 ):
     """The stand-in loses node b with a code above 128."""
     if missing:
         (tmp_path / missing).touch()
-    code, output = _run(tmp_path, codes, SPARE)
+    code, output = _run(tmp_path, codes, nodes)
     assert (code, _starts(tmp_path)) == (end, starts), output
+    ids = re.findall("--rdzv_id (.*?) ", (tmp_path / "started").read_text())
+    assert ids == [f"7-0-{start}" for start in range(len(starts))]
     assert (tmp_path / "requeued").exists() == queued
     for words in said:
         assert words in output
 
 
 @pytest.mark.parametrize(
-    ("codes", "starts", "end", "queued"),
-    [
-        ([7, 7, 0], 3, 0, False),
-        ([137, 0], 1, 137, True),
-    ],
-)
-def test_ranks_that_died_start_again_on_the_same_nodes_and_a_lost_node_leads_to_the_queue(
-    tmp_path, codes, starts, end, queued
-):
-    code, said = _run(tmp_path, codes, nodes="a,b")
-    assert code == end, said
-    started = (tmp_path / "started").read_text()
-    assert re.findall("--rdzv_id (.*?) ", started) == [f"7-0-{start}" for start in range(starts)]
-    assert (tmp_path / "requeued").exists() == queued
-
-
-@pytest.mark.parametrize(
     ("wrong", "nodes", "codes", "starts", "excluded"),
     [
-        ('"a", "b"', "a,b", [9, 0], ["a,b"], "z[1-2],a,b"),
+        ('"a", "b"', "a,b", [9, 0], ["a,b"], "ExcNodeList=z[1-2],a,b\n"),
         ("", "a,b", [9, 0], ["a,b"], ""),
         ('"a"', "a,b,c", [9, 0], ["a,b", "b,c"], ""),
         ('"a"', "a,b,c", [9, 2], ["a,b", "b,c"], ""),
-        ('"a"', "a,b,c", [9, 5], ["a,b", "b,c"], "z[1-2],a"),
-        ('"a", "b"', "a,b,c", [9, 0], ["a,b"], "z[1-2],a,b"),
+        ('"a"', "a,b,c", [9, 5], ["a,b", "b,c"], "ExcNodeList=z[1-2],a\n"),
+        ('"a", "b"', "a,b,c", [9, 0], ["a,b"], "ExcNodeList=z[1-2],a,b\n"),
     ],
 )
 def test_nodes_that_computed_wrong_get_no_ranks_any_more(
     tmp_path, wrong, nodes, codes, starts, excluded
 ):
-    flags = [SPARE] if nodes == "a,b,c" else []
-    _, said = _run(tmp_path, codes, *flags, nodes=nodes, WRONG=wrong)
-    if flags:
-        assert _starts(tmp_path) == starts, said
+    _, said = _run(tmp_path, codes, nodes, WRONG=wrong)
+    assert _starts(tmp_path) == starts, said
     file = tmp_path / "excluded"
-    assert (file.read_text().strip() if file.exists() else "") == (
-        f"ExcNodeList={excluded}" if excluded else ""
-    ), said
+    assert (file.read_text() if file.exists() else "") == excluded, said
     assert (tmp_path / "requeued").exists() == bool(excluded)
 
 
@@ -409,13 +394,13 @@ def test_a_third_notice_before_the_first_step_ends_the_job(tmp_path):
     failures = tmp_path / "run" / "launch" / "failures.log"
     failures.parent.mkdir(parents=True)
     failures.write_text("job 7 failed after no step\n" * 2)
-    code, said = _run(tmp_path, [5, 0], nodes="a,b", SLURM_RESTART_COUNT="2")
+    code, said = _run(tmp_path, [5, 0], "a,b", SLURM_RESTART_COUNT="2")
     assert code == 5 and not (tmp_path / "requeued").exists()
     assert "raise launch.time_limit or lower launch.notice_seconds" in said
 
 
 def test_a_task_of_a_job_array_alone_goes_back_into_the_queue(tmp_path):
-    _run(tmp_path, [5], nodes="a,b", JOBS="7 6_1")
+    _run(tmp_path, [5], "a,b", JOBS="7 6_1")
     assert (tmp_path / "requeued").read_text() == "6_1\n"
 
 
@@ -430,23 +415,22 @@ def test_a_task_of_a_job_array_alone_goes_back_into_the_queue(tmp_path):
 def test_another_allocation_than_the_job_was_written_for_is_refused_at_once(
     tmp_path, nodes, variables, said
 ):
-    code, output = _run(tmp_path, [], nodes=nodes, **variables)
+    code, output = _run(tmp_path, [], nodes, **variables)
     assert code == exit_codes.CONFIG
     assert said in output
     assert not (tmp_path / "started").exists() and not (tmp_path / "requeued").exists()
 
 
-@pytest.mark.parametrize(("start", "starts"), [("7-0-0", 2), ("6-1-0", 1)])
-def test_a_lost_rank_of_an_earlier_start_ends_no_later_one(tmp_path, monkeypatch, start, starts):
+@pytest.mark.parametrize(("start", "ends"), [("7-0-0", ["137", "0"]), ("6-1-0", ["0"])])
+def test_a_lost_rank_of_an_earlier_start_ends_no_later_one(tmp_path, monkeypatch, start, ends):
     """Lines of another start come before that of this one and after it."""
     lines = f"echo '6-1-0 2' >>$file; echo '{start} 3' >>$file; echo '6-1-0 2' >>$file"
     late = f"file=$RUN/launch/lost-rank; {lines}; exec /bin/sleep 2"
     monkeypatch.setitem(_PROGRAMS, "python", late)
     monkeypatch.setitem(_PROGRAMS, "sleep", "/bin/sleep 0.1; [ $1 -ne 15 ]\n")
-    code, said = _run(tmp_path, [], "--launch.spare_nodes=1")
+    code, said = _run(tmp_path, [])
     assert code == 0, said
-    ends = re.findall("the ranks ended with code (.*?) ", said)
-    assert ends == ["137", "0"][-starts:], said
+    assert re.findall("the ranks ended with code (.*?) ", said) == ends, said
 
 
 if __name__ == "__main__" and "--write" in sys.argv:
