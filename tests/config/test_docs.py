@@ -9,28 +9,24 @@ import titanlite
 from tests.support.processes import ROOT
 from titanlite.cli.main import main
 
-PAGE_PATH = ROOT / "docs" / "config.md"
-PAGE = PAGE_PATH.read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
 
 
 def test_error_examples_are_what_is_printed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    example = re.search(r"```toml\n(.*?)```\n\n```\n(.*?)```", PAGE, re.DOTALL)
-    assert example is not None
-    Path("run.toml").write_text(example[1])
+    text, errors = re.findall(r"```toml\n(.*?)```\n\n```\n(.*?)```", PAGE, re.DOTALL)[0]
+    Path("run.toml").write_text(text)
     assert main(["config", "check", "run.toml"]) == 2
-    assert capsys.readouterr().err == example[2]
-    second = re.search(r"what would work:\n\n```\n(.*?)```", PAGE, re.DOTALL)
-    assert second is not None
+    assert capsys.readouterr().err == errors
+    (second,) = re.findall(r"what would work:\n\n```\n(.*?)```", PAGE, re.DOTALL)
     flags = ["--training.batch_size=1", "--training.global_batch_size=30", "--world-size", "8"]
     assert main(["config", "check", *flags]) == 2
-    assert capsys.readouterr().err == second[1]
+    assert capsys.readouterr().err == second
 
 
 def test_python_example_runs(capsys):
-    example = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert example is not None
-    exec(compile(example[1], "docs/config.md", "exec"), {})
+    example = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0]
+    exec(compile(example, "docs/config.md", "exec"), {})
     assert "is shortened to 5" in capsys.readouterr().out
 
 
@@ -43,18 +39,12 @@ def test_every_code_of_a_problem_is_listed():
 
 
 def test_the_examples_of_errors_and_of_explain_are_what_is_printed(capsys):
-    readme = (PAGE_PATH.parents[1] / "README.md").read_text(encoding="utf-8")
-    explained = re.search(
-        r"```\n\$ titanlite config explain (\S+) (\S+)\n(.*?)```", PAGE, re.DOTALL
-    )
-    refused = re.search(
-        r"```\n\$ ./run_llama_train.sh (--training.setps 40 --optimizer.lr) .*?\n(.*?)```",
-        readme,
-        re.DOTALL,
-    )
-    assert explained is not None
-    assert refused is not None
-    assert main(["config", "explain", explained[1], explained[2]]) == 0
-    assert capsys.readouterr().out == explained[3]
-    assert main(["config", "check", *refused[1].split(), '"3e-4"']) == 2
-    assert capsys.readouterr().err == refused[2]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    explained = r"```\n\$ titanlite config explain (\S+) (\S+)\n(.*?)```"
+    *words, shown = re.findall(explained, PAGE, re.DOTALL)[0]
+    assert main(["config", "explain", *words]) == 0
+    assert capsys.readouterr().out == shown
+    refused = r"```\n\$ ./run_llama_train.sh (--training.setps 40 --optimizer.lr) .*?\n(.*?)```"
+    flags, errors = re.findall(refused, readme, re.DOTALL)[0]
+    assert main(["config", "check", *flags.split(), '"3e-4"']) == 2
+    assert capsys.readouterr().err == errors

@@ -23,9 +23,9 @@ from titanlite.resolve.load import check_config
 HERE = Path("run.toml")
 
 
-def problems(*flags: str, file: Path | None = None) -> list[Problem]:
+def problems(flag: str) -> list[Problem]:
     with pytest.raises(ConfigError) as caught:
-        load([*([f"--job.config_file={file}"] if file else []), *flags])
+        load([flag])
     return list(caught.value.problems)
 
 
@@ -40,8 +40,8 @@ SMALL = (
     "--float8.enable_float8_linear --model.overrides.dim=64 --model.overrides.n_heads=4 "
     "--training.seq_len=32 --training.batch_size=2"
 )
-ROW = re.compile(r"^(?:(\d+) ranks: )?([^#\n].*)\n    (\S+) (.*?):(.*)$", re.M)
-REFUSED = ROW.findall((FOLDER / "refused.txt").read_text())
+ROW = r"^(?:(\d+) ranks: )?([^#\n].*)\n    (\S+) (.*?):(.*)$"
+REFUSED = re.findall(ROW, (FOLDER / "refused.txt").read_text(), re.M)
 WRONG = (FOLDER / "wrong.txt").read_text().split("\n\n")[1:]
 
 
@@ -93,8 +93,8 @@ def test_a_key_that_is_gone_is_refused_with_what_does_its_work_now():
 
 
 def test_every_key_that_stands_for_a_name_of_another_trainer_exists():
-    known = {field.name for spec in SPECS.values() for field in fields(spec.args_class)}
-    known = {*keys(), *(f"model.overrides.{name}" for name in known)}
+    own = {field.name for spec in SPECS.values() for field in fields(spec.args_class)}
+    known = {*keys(), *(f"model.overrides.{name}" for name in own)}
     for name, ours in OTHER_NAMES["other_trainers"].items():
         assert set(ours.split(" and ")) <= known, name
         assert name not in keys(), name
@@ -107,10 +107,8 @@ def test_problem_in_a_base_is_named_in_the_base(tmp_path, monkeypatch):
     Path("a").mkdir()
     Path("base.toml").write_text("[training]\nsteps = 0\n")
     Path("a/run.toml").write_text('[job]\nextends = ["../base.toml"]\n[training]\nseq_len = 0\n')
-    assert [problem.where for problem in problems(file=Path("a/run.toml"))] == [
-        "a/run.toml:4",
-        "base.toml:2",
-    ]
+    found = [problem.where for problem in problems("--job.config_file=a/run.toml")]
+    assert found == ["a/run.toml:4", "base.toml:2"]
 
 
 @pytest.mark.parametrize(
@@ -130,19 +128,16 @@ def test_broken_toml_is_named_with_its_line(text, line):
 def test_files_that_cannot_be_read_are_named_where_they_are_written(tmp_path):
     (tmp_path / "bin.toml").write_bytes(b"\xff\xfe\x00")
     for path, reason in ((tmp_path, "directory"), (tmp_path / "bin.toml", "not UTF-8")):
-        (problem,) = problems(file=path)
-        assert (problem.where, problem.code) == (
-            "command line",
-            "unreadable",
-        )
+        (problem,) = problems(f"--job.config_file={path}")
+        assert (problem.where, problem.code) == ("command line", "unreadable")
         assert reason in problem.message
     run = tmp_path / "run.toml"
     run.write_text('\n[job]\nextends = ["nope.toml"]\n')
-    (problem,) = problems(file=run)
+    (problem,) = problems(f"--job.config_file={run}")
     assert (problem.where, problem.key, problem.code) == (f"{run}:3", "job.extends", "unreadable")
     (tmp_path / "b.toml").write_text('[job]\nextends = ["run.toml"]\n')
     run.write_text('[job]\nextends = ["b.toml"]\n')
-    (problem,) = problems(file=run)
+    (problem,) = problems(f"--job.config_file={run}")
     assert (problem.where, problem.code) == (f"{tmp_path / 'b.toml'}:2", "circle")
     assert "run.toml -> b.toml -> run.toml" in problem.message
 
@@ -157,17 +152,8 @@ VALUES = st.recursive(
     ),
     max_leaves=4,
 )
-NAMES = st.sampled_from(
-    [
-        *sorted(known_names()),
-        *sorted(known_sections()),
-        "x",
-        "training.x",
-        "x.y.z",
-        '""',
-        "data.source.x",
-    ]
-)
+UNKNOWN = ["x", "training.x", "x.y.z", '""', "data.source.x"]
+NAMES = st.sampled_from([*sorted(known_names()), *sorted(known_sections()), *UNKNOWN])
 
 
 @settings(
@@ -178,16 +164,12 @@ NAMES = st.sampled_from(
     flags=st.lists(st.tuples(NAMES, VALUES), max_size=2),
 )
 def test_nothing_written_ever_ends_in_another_error(tmp_path, pairs, flags):
-    (tmp_path / "run.toml").write_text("".join(f"{name} = {value}\n" for name, value in pairs))
-    words = [
-        f"--{name}={value}"
-        for name, value in flags
-        if name not in ("job.config_file", "job.extends")
-    ]
+    file = tmp_path / "run.toml"
+    file.write_text("".join(f"{name} = {value}\n" for name, value in pairs))
+    own = ("job.config_file", "job.extends")
+    words = [f"--{name}={value}" for name, value in flags if name not in own]
     try:
-        check_config(
-            [f"--job.config_file={tmp_path / 'run.toml'}", *words], world_size=2, training=True
-        )
+        check_config([f"--job.config_file={file}", *words], 2)
     except ConfigError as error:
         assert error.problems
         assert all(problem.message and problem.code for problem in error.problems)

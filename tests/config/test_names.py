@@ -20,12 +20,16 @@ from titanlite.config.unsupported_keys import UNSUPPORTED
 MEANS = (Path(__file__).parent / "means.txt").read_text().partition("\n\n")[2].splitlines()
 
 
+def read(text: str) -> tuple[LoadedConfig, list[Problem]]:
+    return read_text(text, Path("run.toml"))
+
+
 @pytest.mark.parametrize("row", MEANS)
 def test_other_name_means_the_key_and_marks_the_file_only_where_an_older_one_exists(row):
     name, _, meant = row.removeprefix("2026: ").partition(" => ")
     key = meant.partition(" = ")[0]
     (value,) = loads(meant)[key.partition(".")[0]].values()
-    config, problems = read_text(f"\n{name}\n", Path("run.toml"))
+    config, problems = read(f"\n{name}\n")
     assert not problems
     assert config.value(key) == value
     assert type(config.value(key)) is type(value)
@@ -39,8 +43,8 @@ def test_other_name_means_the_key_and_marks_the_file_only_where_an_older_one_exi
 def test_every_other_name_is_one_of_a_key_and_each_conversion_has_a_row():
     rows = {row.removeprefix("2026: ").partition(" = ")[0] for row in MEANS}
     # Those of a converter are below.
-    names = {name for name, alias in ALIASES.items() if alias.conversion}
-    assert {name for name in names if not name.startswith("quantize.linear.mx.")} <= rows
+    mx = {name for name in ALIASES if name.startswith("quantize.linear.mx.")}
+    assert {name for name, alias in ALIASES.items() if alias.conversion} - mx <= rows
     assert {alias.key for alias in ALIASES.values()} <= set(keys())
     assert not set(ALIASES) & set(keys())
 
@@ -55,7 +59,7 @@ def texts(config: LoadedConfig) -> list[str]:
 
 
 def refused(text: str) -> Problem:
-    (problem,) = read_text(text, Path("run.toml"))[1]
+    (problem,) = read(text)[1]
     return problem
 
 
@@ -75,11 +79,10 @@ def test_dialect_2026_brings_the_later_defaults_and_says_so(tmp_path):
     assert config.sections.checkpoint.model_weights_only is False
     source = config.source("checkpoint.keep_latest_k")
     assert (source.kind, source.line) == ("dialect", 2)
-    assert any(
-        f"{tmp_path / 'run.toml'}:2" in note.text and "checkpoint.keep_latest_k = 10" in note.text
-        for note in config.notes
-    )
-    assert not any("unset" in text for text in texts(config))
+    said = texts(config)
+    place = f"{tmp_path}/run.toml:2"
+    assert any(place in text and "checkpoint.keep_latest_k = 10" in text for text in said)
+    assert not any("unset" in text for text in said)
 
 
 def test_defaults_that_differ_from_torchtitans_are_named_where_their_feature_is_on(tmp_path):
@@ -153,21 +156,18 @@ OTHERS = {bool: 7, str: "other", int: 77, float: 0.7, list: ["other"], dict: {"a
 def test_unsupported_keys_are_accepted_switched_off_and_refused_otherwise():
     for name, key in UNSUPPORTED.items():
         for value in key.off:
-            config, problems = read_text(f"{name} = {quote(value)}\n", Path("run.toml"))
+            config, problems = read(f"{name} = {quote(value)}\n")
             assert problems == [] and config.sections == Config(), name
         text = f"\n{name} = {quote(OTHERS[type(key.off[0])])}\n"
         # The table of a converter that is not named does not count.
         if (key.switch and key.switch not in keys()) or name.startswith("quantize.linear.mx."):
             continue
         if key.switch:
-            text += switched_on(key.switch)
+            is_flag = keys()[key.switch].default is False
+            text += f"{key.switch} = {quote(True if is_flag else 2)}\n"
         problem = refused(text)
         assert (problem.where, problem.key, problem.code) == ("run.toml:2", name, "unsupported")
         assert key.reason in problem.message
-
-
-def switched_on(switch: str) -> str:
-    return f"{switch} = {quote(True if keys()[switch].default is False else 2)}\n"
 
 
 def test_a_config_that_a_run_of_version_0_2_0_wrote_loads():
@@ -181,7 +181,7 @@ def test_unsupported_keys_of_a_feature_that_is_off_change_nothing_and_a_note_say
     assert {"quantize.grouped_mm.float8.fqns", "fault_tolerance.sync_steps"} < set(switched)
     for name in switched:
         value = OTHERS[type(UNSUPPORTED[name].off[0])]
-        config, problems = read_text(f"{name} = {quote(value)}\n", Path("run.toml"))
+        config, problems = read(f"{name} = {quote(value)}\n")
         assert problems == [] and config.sections == Config(), name
         assert texts(config) == [f"no effect, as their features are off: {name}"]
 
@@ -216,10 +216,6 @@ enable_fsdp_float8_all_gather = true
 
 def recipe(name: str) -> str:
     return f'{ON}[quantize.linear.mx]\nrecipe_name = "{name}"\n'
-
-
-def read(text: str) -> tuple[LoadedConfig, list[Problem]]:
-    return read_text(text, Path("run.toml"))
 
 
 def float8(text: str) -> dict[str, Any]:
@@ -283,12 +279,11 @@ def test_a_table_that_does_not_count_is_told():
 
 
 def test_flags_lie_over_the_table(tmp_path):
-    (tmp_path / "run.toml").write_text(ON + FILTERS)
-    flags = ["--float8.filter_fqns=wo", "--float8.recipe_name=mxfp8"]
-    config = load_file(tmp_path / "run.toml", flags)
+    flags = ("--float8.filter_fqns=wo", "--float8.recipe_name=mxfp8")
+    config = written(tmp_path, ON + FILTERS, *flags)
     assert config.value("float8.filter_fqns") == ["wo"]
     assert config.value("float8.recipe_name") == "mxfp8"
-    off = load_file(tmp_path / "run.toml", ["--model.converters="])
+    off = written(tmp_path, ON + FILTERS, "--model.converters=")
     assert off.value("float8.filter_fqns") == []
     assert not off.value("float8.enable_float8_linear")
 
@@ -298,7 +293,7 @@ def test_flags_lie_over_the_table(tmp_path):
     [ON + FILTERS, OFF + FILTERS, recipe("mxfp8_cublas_rceil") + FLOAT8],
 )
 def test_the_shown_config_has_the_same_linears_in_the_same_numbers(text):
-    shown = read_text(text, Path("run.toml"))[0].to_toml(defaults=False)
+    shown = read(text)[0].to_toml(defaults=False)
     assert float8(shown) == float8(text)
     rows = [line for line in shown.split("\n") if not line.startswith("#")]
     assert not any("quantize" in row or "converters" in row for row in rows)

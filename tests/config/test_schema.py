@@ -59,8 +59,10 @@ def test_every_key_is_read_by_code_that_acts_on_it():
     templates = "\n".join(file.read_text() for file in (package / "deploy").glob("*.jinja"))
     # A section answers questions about its own keys.
     sections = "".join(file.read_text() for file in (package / "config").glob("*sections.py"))
-    read = {*re.findall(r"\.([a-z]\w+)\b(?! *=[^=])", code)}
-    read.update(re.findall(r"\{[{%][^}]*\b([a-z]\w+)\b", templates))
-    read.update(re.findall(r"\bself\.([a-z]\w+)", sections))
+    read = {
+        *re.findall(r"\.([a-z]\w+)\b(?! *=[^=])", code),
+        *re.findall(r"\{[{%][^}]*\b([a-z]\w+)\b", templates),
+        *re.findall(r"\bself\.([a-z]\w+)", sections),
+    }
     unread = [key.name for key in keys().values() if key.field not in read]
     assert [key for key in unread if key not in AT_LOAD and not key.startswith(SINGLE)] == []

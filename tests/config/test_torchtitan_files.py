@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.processes import ROOT, python
+from tests.support.processes import python
 from titanlite.config.dialect import LATER_MODELS
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import read_text
@@ -65,20 +65,23 @@ def text_of(name: str) -> str:
     return "".join(f"{key} = {quote(value)}\n" for key, value in keys_of(name).items())
 
 
+HERE = Path("run.toml")
+
+
 def shown(text: str) -> str:
     """What `titanlite config show --changed` prints of a file."""
-    return read_text(text, Path("run.toml"))[0].to_toml(defaults=False)
+    return read_text(text, HERE)[0].to_toml(defaults=False)
 
 
 def run_of(text: str, ranks: int = 0) -> RunConfig:
-    config, problems = read_text(text, Path("run.toml"))
+    config, problems = read_text(text, HERE)
     if problems:
         raise ConfigError(problems)
     return resolve(config, ranks or smallest_world(config))[1]
 
 
-def reason_of(name: str) -> str:
-    return next((reason for part, reason in REFUSED.items() if part in name), "")
+#: File that is refused → why.
+REASONS = {name: reason for name in FILES for part, reason in REFUSED.items() if part in name}
 
 
 #: (`model.name`, `model.flavor`) there → parameters of torchtitan 0.2.2's own model, which its code
@@ -110,30 +113,25 @@ SIZES = {
     ("gpt_oss", "20b"): 20_914_757_184,
     ("gpt_oss", "120b"): 116_829_156_672,
 }
-RIGHT = [name for name in FILES if not reason_of(name)]
 
 
 @pytest.fixture(autouse=True)
 def _model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the model of transformers that files name into the working directory."""
-    write_hub_model(tmp_path)
     monkeypatch.chdir(tmp_path)
-
-
-def write_hub_model(folder: Path) -> None:
-    config = folder / "Qwen" / "Qwen3-4B-Instruct-2507" / "config.json"
+    config = tmp_path / "Qwen" / "Qwen3-4B-Instruct-2507" / "config.json"
     config.parent.mkdir(parents=True)
     config.write_text(json.dumps(QWEN3_4B))
 
 
+def model_text(name: str, flavor: str, rest: str = "") -> str:
+    """A file of torchtitan 0.2.x for a model."""
+    model = f'[model]\nname = "{name}"\nflavor = "{flavor}"\n'
+    return f"{model}[training]\nlocal_batch_size = 1\n{rest}"
+
+
 def model_run(name: str, flavor: str, seq_len: int = 2048) -> RunConfig:
-    keys = {
-        "model.name": name,
-        "model.flavor": flavor,
-        "training.local_batch_size": 1,
-        "training.seq_len": seq_len,
-    }
-    return run_of("".join(f"{key} = {quote(value)}\n" for key, value in keys.items()))
+    return run_of(model_text(name, flavor, f"seq_len = {seq_len}\n"))
 
 
 @pytest.mark.parametrize("model", SIZES, ids="-".join)
@@ -216,7 +214,7 @@ def rate_of(keys: dict[str, Any], step: int) -> float:
     return keys["optimizer.lr"] * min(1.0, (total + 1 - step) / decay)
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", [name for name in FILES if name not in REASONS])
 def test_a_text_file_of_torchtitan_is_right_and_means_the_same_when_it_is_shown(name):
     keys = keys_of(name)
     run = run_of(text_of(name))
@@ -262,12 +260,12 @@ def test_a_model_of_transformers_has_the_entries_that_its_flavor_replaces_in_tor
     assert args.skeleton.config.tie_word_embeddings
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name not in RIGHT])
+@pytest.mark.parametrize("name", REASONS)
 def test_another_file_of_torchtitan_is_refused_for_its_reason_alone(name):
     with pytest.raises(ConfigError) as error:
         run_of(text_of(name))
     assert len(error.value.problems) == 1
-    assert error.match(reason_of(name))
+    assert error.match(REASONS[name])
 
 
 def test_the_script_shows_each_file_of_a_folder_and_counts_the_refused(tmp_path):
@@ -276,8 +274,7 @@ def test_the_script_shows_each_file_of_a_folder_and_counts_the_refused(tmp_path)
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text(text_of(name))
-    command = ["scripts/check_configs.py", tmp_path, "--ranks", "64"]
-    done = python(*command, cwd=ROOT)
+    done = python("scripts/check_configs.py", tmp_path, "--ranks", "64")
     assert done.returncode == 2, done.stderr
     flux, llama, count = done.stdout.splitlines()
     assert f"{FLUX}: refused: model.name:" in flux
@@ -300,10 +297,14 @@ def test_tensor_parallel_ranks_share_experts_where_torchtitan_leaves_them_whole(
     all tensor-parallel ranks. Other values divide each expert, which titanlite does not.
     """
     expert, tensor = BOTH[name]
-    degrees = f"parallelism.expert_parallel_degree = {expert}\n"
-    degrees += f"parallelism.tensor_parallel_degree = {tensor}\n"
     own = [line for line in text_of(name).splitlines() if "_parallel_degree" not in line]
-    text = "\n".join(own) + "\n" + degrees
+    text = (
+        "\n".join(own)
+        + f"""
+parallelism.expert_parallel_degree = {expert}
+parallelism.tensor_parallel_degree = {tensor}
+"""
+    )
     run = run_of(text + "parallelism.expert_tensor_parallel_degree = 1\n")
     assert (run.mesh.expert, run.mesh.tensor) == (expert, tensor)
     assert run.mesh.world_size == max(expert, tensor)
@@ -313,9 +314,6 @@ def test_tensor_parallel_ranks_share_experts_where_torchtitan_leaves_them_whole(
 
 
 # Spellings of two versions
-
-
-HERE = Path("run.toml")
 
 
 #: Files of autumn 2024, by flavor; "gpus", "dim" and "layers" are what torchtitan trains them with.
@@ -407,12 +405,6 @@ def test_a_run_from_a_later_file_says_at_its_start_what_that_means():
     assert not any("0.2.x" in note.text for note in run_of(text_of_2024("debugmodel"), 8).notes)
 
 
-def model_text(name: str, flavor: str, rest: str = "") -> str:
-    """A file of torchtitan 0.2.x for a model."""
-    model = f'[model]\nname = "{name}"\nflavor = "{flavor}"\n'
-    return f"{model}[training]\nlocal_batch_size = 1\n{rest}"
-
-
 def test_models_of_the_later_dialect_are_what_their_notes_say():
     for (name, there), later in LATER_MODELS.items():
         config, problems = read_text(model_text(name, there), HERE)
@@ -435,8 +427,7 @@ def test_a_flavor_with_masked_attention_is_the_plain_one_within_documents(flavor
     assert run.data.mask_documents
     assert not plain.data.mask_documents
     assert trained(run_of(shown(text), 1)) == trained(run)
-    own = run_of(f"{text}[data]\nmask_documents = false\n", 1)
-    assert not own.data.mask_documents
+    assert not run_of(f"{text}[data]\nmask_documents = false\n", 1).data.mask_documents
     with pytest.raises(ConfigError, match=f'llama3 has no flavor "{flavor}"'):
         run_of(text.replace("local_batch_size", "batch_size"), 1)
 
@@ -444,7 +435,7 @@ def test_a_flavor_with_masked_attention_is_the_plain_one_within_documents(flavor
 def test_what_a_person_says_of_the_model_wins_over_the_file_s_dialect(tmp_path):
     def args(model, *flags):
         (tmp_path / "run.toml").write_text(f'[job]\ndialect = "2026"\n[model]\n{model}\n')
-        argv = [f"--job.config_file={tmp_path / 'run.toml'}", *flags]
+        argv = [f"--job.config_file={tmp_path}/run.toml", *flags]
         return check_config(argv, training=False)[1].model_args()
 
     assert args('rope_scaling = "none"\noverrides.n_layers = 8') == args(
