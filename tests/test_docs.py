@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import python
+from tests.support.processes import ROOT, python
 from titanlite.config.import_objects import resolve
 
-ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 #: Pages that name what is not there: of earlier code, or to be added (test_add_a_feature.py).
 OWN_NAMES = {"CHANGELOG.md", "log.md", "add-a-feature.md"}
@@ -89,15 +88,12 @@ def test_messages_in_troubleshooting_are_in_the_code():
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         ]
     source = "\0".join(strings)
-    tables = (
-        (DOCS / "troubleshooting.md")
-        .read_text()
-        .split("| message | cause | fix |\n|---|---|---|\n")[1:]
-    )
-    cells = [
-        row.split(" | ")[0] for table in tables for row in table.partition("\n\n")[0].splitlines()
+    page = (DOCS / "troubleshooting.md").read_text()
+    tables = page.split("| message | cause | fix |\n|---|---|---|\n")[1:]
+    rows = [row for table in tables for row in table.partition("\n\n")[0].splitlines()]
+    messages = [
+        message for row in rows for message in re.findall(r"`([^`]+)`", row.split(" | ")[0])
     ]
-    messages = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
     assert len(messages) > 30
     parts = [part.strip() for message in messages for part in message.split("…")]
     unknown = [part for part in parts if part not in source]
@@ -186,12 +182,11 @@ def test_the_readme_is_short_and_its_numbers_are_true():
     assert text.count("\n") <= 130
     words = re.sub(r"\]\([^)]*\)", "]", text).replace("|", " ").split()
     assert len(words) <= 1000
-    stated = re.search(r"`trainer.py` and `step.py`, (\d+) lines in all", text)
-    assert stated
+    (stated,) = re.findall(r"`trainer.py` and `step.py`, (\d+) lines in all", text)
     files = [ROOT / "titanlite" / name for name in ("trainer.py", "step.py")]
-    assert int(stated[1]) == sum(len(file.read_text().splitlines()) for file in files)
+    assert int(stated) == sum(len(file.read_text().splitlines()) for file in files)
 
 
 def test_the_badges_are_up_to_date():
-    done = python("scripts/badges.py", "--check", cwd=ROOT)
+    done = python("scripts/badges.py", "--check")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.support.pool import Pools
+from tests.support.processes import ROOT
 from tests.support.refusals import refusal
 from tests.support.whole_runs import scalars, train_run
 from titanlite import Callback, Trainer, apply_cp, apply_fsdp, apply_tp, build, load_config
@@ -33,7 +34,6 @@ from titanlite.models.args import as_record
 from titanlite.models.recorded_args import from_record
 from titanlite.resolve.load import check_config
 
-ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 CONFIG = str(EXAMPLES / "extensions.toml")
 MODEL = f"{EXAMPLES}/tiny_gpt.py:SPEC"
@@ -97,27 +97,24 @@ def _refused(world: DistEnv, folder: str, *flags: str) -> str:
 @pytest.fixture(scope="module")
 def straight(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Watch:
     """Six steps of all examples together, on 2 ranks."""
-    found: Watch = pool(2).run(
-        _run, str(tmp_path_factory.mktemp("straight")), "--training.steps=6"
-    )[0]
+    folder = str(tmp_path_factory.mktemp("straight"))
+    found: Watch = pool(2).run(_run, folder, "--training.steps=6")[0]
     return found
 
 
 @pytest.mark.slow
 def test_all_examples_together_resume_to_the_last_bit(pool, straight, tmp_path):
-    first = pool(2).run(_run, str(tmp_path), "--training.steps=3", "--lr_scheduler.total_steps=6")[
-        0
-    ]
+    flags = ["--training.steps=3", "--lr_scheduler.total_steps=6"]
+    first = pool(2).run(_run, str(tmp_path), *flags)[0]
     second = pool(2).run(_run, str(tmp_path), "--training.steps=6")[0]
     assert first.rows + second.rows == straight.rows
     assert [row[0] for row in straight.rows] == [1, 2, 3, 4, 5, 6]
     assert first.rates + second.rates == straight.rates
-    train = read_manifest(tmp_path / "checkpoint" / "step-6").train
-    assert train["best_loss"] == min(row[1] for row in straight.rows)
+    manifest = read_manifest(tmp_path / "checkpoint" / "step-6")
+    assert manifest.train["best_loss"] == min(row[1] for row in straight.rows)
     # The checkpoint names the source of each part.
-    toml = read_manifest(tmp_path / "checkpoint" / "step-6").config["toml"]
     parts = (f"{EXAMPLES}/lr_groups.py:adamw", f"{EXAMPLES}/text_files.py:documents")
-    assert all(path in toml for path in (MODEL, LOSS, *parts))
+    assert all(path in manifest.config["toml"] for path in (MODEL, LOSS, *parts))
     assert "model" in pool(1).run(_refused, str(tmp_path), "--training.steps=8", *LLAMA)[0]
 
 
@@ -148,14 +145,11 @@ def test_the_model_is_sharded_by_block_and_drawn_by_its_rule(straight):
 
 @pytest.mark.slow
 def test_the_loss_has_its_penalty(pool, straight, tmp_path):
-    plain = pool(2).run(_run, str(tmp_path), "--training.steps=1", "--training.loss=cross_entropy")[
-        0
-    ]
+    flags = ["--training.steps=1", "--training.loss=cross_entropy"]
+    plain = pool(2).run(_run, str(tmp_path), *flags)[0]
     # At the start all logits are near 0: Z is the number of entries.
-    entries = len(straight.weights["embedding.weight"])
-    assert straight.rows[0][1] - plain.rows[0][1] == pytest.approx(
-        1e-4 * math.log(entries) ** 2, rel=0.01
-    )
+    penalty = 1e-4 * math.log(len(straight.weights["embedding.weight"])) ** 2
+    assert straight.rows[0][1] - plain.rows[0][1] == pytest.approx(penalty, rel=0.01)
 
 
 EXACT = (
@@ -286,9 +280,11 @@ def test_a_state_that_is_no_tensor_is_refused_by_name():
 # The page
 
 
+PAGE = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+
+
 def test_the_code_of_the_page_is_that_of_the_examples():
-    page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
-    shown = re.findall(r"<!-- (examples/\w+\.py) -->\n```python\n(.*?)```", page, re.DOTALL)
+    shown = re.findall(r"<!-- (examples/\w+\.py) -->\n```python\n(.*?)```", PAGE, re.DOTALL)
     assert {name for name, _ in shown} >= {
         f"examples/{name}.py" for name in ("tiny_gpt", "lr_groups", "z_loss")
     }
@@ -327,9 +323,8 @@ def _plain_loop(file: str) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def test_the_loop_of_the_page_trains_as_plain_torch_does(pool, tmp_path):
-    page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
     file = tmp_path / "my_loop.py"
-    file.write_text(page.partition("```python\n")[2].partition("```")[0], encoding="utf-8")
+    file.write_text(PAGE.partition("```python\n")[2].partition("```")[0], encoding="utf-8")
     losses, weights = _plain_loop(str(file))
     assert losses[-1] < losses[0] - 1
     # AdamW moves a weight whose gradient is rounding by that rounding's sign.
@@ -342,8 +337,7 @@ def test_the_loop_of_the_page_trains_as_plain_torch_does(pool, tmp_path):
 
 def test_the_figure_of_the_page_is_logged_over_all_ranks(pool, tmp_path):
     """Of two ranks the standard deviation is the distance of the larger loss from the mean."""
-    page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
-    code = page.partition("### Figures of your own")[2].partition("```python\n")[2]
+    code = PAGE.partition("### Figures of your own")[2].partition("```python\n")[2]
     (tmp_path / "my_figures.py").write_text(code.partition("```")[0], encoding="utf-8")
     flags = [
         f"--job.callbacks={tmp_path}/my_figures.py:LossSpread",
@@ -381,6 +375,5 @@ def _refused_meshes(world: DistEnv) -> list[str]:
 def test_a_mesh_of_other_dimensions_is_refused(pool):
     messages = pool(2).run(_refused_meshes)[1]
     assert all("pp, dp_replicate, dp_shard, cp, tp" in message for message in messages)
-    found = ["no names", "dp", "dp_shard"]
-    for message, name in zip(messages, found, strict=True):
+    for message, name in zip(messages, ["no names", "dp", "dp_shard"], strict=True):
         assert f"this one has {name}: make it by DistEnv.build_mesh" in message

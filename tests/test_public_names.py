@@ -6,17 +6,13 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import titanlite
+from tests.support.processes import ROOT, python
 from titanlite import Callback, Checkpointer
 from titanlite.assembly.build import build
-
-ROOT = Path(titanlite.__file__).parents[1]
 
 #: Arguments after `*` are given by name, those with `=` have a default.
 SIGNATURES = """\
@@ -91,15 +87,11 @@ def test_public_names_and_signatures_are_frozen():
     assert callable(titanlite.build)
     assert set(titanlite.__all__) <= set(dir(titanlite))
     names = sorted(set(titanlite.__all__) - {"__version__", "RunConfig", *SECTIONS})
-    assert (
-        "".join(signature(n, build if n == "build" else getattr(titanlite, n)) for n in names)
-        == SIGNATURES
-    )
+    found = (signature(n, build if n == "build" else getattr(titanlite, n)) for n in names)
+    assert "".join(found) == SIGNATURES
     for owner, expected in METHODS.items():
-        found = "".join(
-            signature(name, value) for name, value in sorted(vars(owner).items()) if callable(value)
-        )
-        assert set(expected.splitlines()) <= set(found.splitlines()), owner
+        methods = {name: value for name, value in vars(owner).items() if callable(value)}
+        assert set(expected.splitlines(True)) <= {*map(signature, methods, methods.values())}, owner
 
 
 def test_type_checkers_know_the_same_names():
@@ -117,13 +109,8 @@ def test_type_checkers_know_the_same_names():
 
 
 def test_the_page_of_the_public_names_is_what_the_script_writes():
-    written = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "api_page.py"],
-        capture_output=True,
-        check=True,
-        encoding="utf-8",
-        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
-    )
+    utf8 = {"PYTHONIOENCODING": "utf-8"}
+    written = python("scripts/api_page.py", env=utf8, encoding="utf-8")
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     assert written.stdout == page, "run: python scripts/generate.py"
 

@@ -46,35 +46,34 @@ def _check(
     hosts: each rank is on another host. odd: of the last rank.
     """
     rank = world.rank
-    is_odd = world.rank == world.size - 1
-    config = CONFIGS.get(odd, TOML) if is_odd else TOML
+    own = odd if rank == world.size - 1 else ""
     with contextlib.ExitStack() as stack:
 
         def put(target: Any, name: str, value: Any) -> None:
             stack.enter_context(patch.object(target, name, value))
 
-        if is_odd and odd == "tuned":
+        if own == "tuned":
             stack.enter_context(patch.dict(os.environ, PYTORCH_TUNABLEOP_ENABLED="1"))
         if hosts:
             put(socket, "gethostname", lambda: f"node-{rank}")
-        if is_odd and odd == "version":
+        if own == "version":
             versions = {**provenance.versions(), "torchao": "0.1.0"}
             put(provenance, "versions", lambda: versions)
-        elif is_odd and odd == "code":
+        elif own == "code":
             package = folder / "package"
             package.mkdir()
             (package / "step.py").write_text("")
             put(rank_checks.titanlite, "__file__", str(package / "__init__.py"))  # type: ignore[attr-defined]
-        elif is_odd and odd == "device":
+        elif own == "device":
             put(throughput, "_proc_field", lambda *_: "Old CPU")
-        elif is_odd and odd in ("bits", "flicker", "tuned"):
+        elif own in ("bits", "flicker", "tuned"):
             calls = [0]
             real = torch.mm
 
             def flip(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
                 real(a, b, out=out)
                 calls[0] += 1
-                if odd != "flicker" or calls[0] == 3:
+                if own != "flicker" or calls[0] == 3:
                     out.view(torch.int32)[7, 9] ^= 1  # the last bit of one number
 
             put(torch, "mm", flip)
@@ -82,12 +81,13 @@ def _check(
             folder = folder / f"of-{rank}"
             folder.mkdir()
             put(rank_checks, "_FOLDER_SECONDS", 0.1)
-        elif is_odd and odd == "late":  # a file that this host sees after a while
+        elif own == "late":  # a file that this host sees after a while
             ready = time.monotonic() + 0.5
             real_exists = os.path.exists
             put(os.path, "exists", lambda path: time.monotonic() > ready and real_exists(path))
         try:
-            texts = {"mine": ("2" if is_odd and odd == "text" else "1") * 64}
+            config = CONFIGS.get(own, TOML)
+            texts = {"mine": ("2" if own == "text" else "1") * 64}
             return check_ranks(world, config=config, texts=texts, folder=folder, **options), ""
         except RankCheckError as error:
             assert error.exit_code == CONFIG
@@ -218,12 +218,8 @@ def test_a_run_whose_ranks_differ_ends_with_code_2_before_its_model_is_built(tmp
         "import os, sys\nfrom titanlite.main import main\n"
         "main([*sys.argv[1:], *['--optimizer.lr=0.5'] * (os.environ['RANK'] == '1')])\n"
     )
-    flags = [
-        "--job.config_file=debug_model.toml",
-        f"--job.dump_folder={tmp_path / 'run'}",
-        *EIGHT_STEPS,
-    ]
-    words = ["-m", "titanlite.torchrun", *TORCHRUN[2:], script, *flags]
+    flags = ["--job.config_file=debug_model.toml", f"--job.dump_folder={tmp_path}/run"]
+    words = ["-m", "titanlite.torchrun", *TORCHRUN[2:], script, *flags, *EIGHT_STEPS]
     ended = python(*words)
     assert ended.returncode == CONFIG, ended.stderr
     assert "error: rank 0 has another config than rank 1 (" in ended.stderr
