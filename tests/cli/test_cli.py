@@ -186,7 +186,9 @@ def test_commands_without_torch(tmp_path):
     (tmp_path / "mine.toml").write_text("")
     words = [command for said in WITHOUT_TORCH.values() for command in said]
     done = python("-c", RUN_ALL, json.dumps(words), cwd=tmp_path)
-    answers = dict(zip(words, map(json.loads, done.stdout.splitlines()), strict=True))
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(words), done.stderr
+    answers = dict(zip(words, map(json.loads, lines), strict=True))
     for code, said in WITHOUT_TORCH.items():
         for command, wanted in said.items():
             found, text = answers[command]

@@ -253,7 +253,9 @@ def test_claims_are_of_the_values_in_effect_alone():
         "compile.cache_dir": "/evil",
     }
     flags = [
-        *("--data.source=[]", "--validation.sources=[]", "--optimizer.name=AdamW"),
+        "--data.source=[]",
+        "--validation.sources=[]",
+        "--optimizer.name=AdamW",
         "--compile.cache_dir=own",
     ]
     assert not read_text(text, file, flags, trust.Origin.FOREIGN)[0].claims

@@ -104,6 +104,7 @@ def test_files_streams_and_prepared_tokens_have_the_same_targets(folder, tmp_pat
     encoded = [encode_chat(template.render(chat, ""), tokenizer) for chat in chats]
     ids, mask = map(np.concatenate, zip(*encoded, strict=True))
     labels = np.where(mask, ids, IGNORE)[1:]
+    assert len(labels) > 64
     asked = {"messages_key": "messages"}
     sources = {"source": [DataSource(path=str(lines), messages_key="messages")]}
     kinds = [rows(lines, folder, **asked), rows(table, folder, **asked), rows(out, folder, **asked)]
@@ -147,8 +148,9 @@ def test_errors_name_file_and_record(folder, tmp_path, messages, source, said):
     path = tmp_path / "a.jsonl"
     template = tmp_path / "own.jinja"
     # The other templates refuse a good record, too.
-    first = json.dumps({"chat": CHATS[0]}) * (source == LLAMA3)
-    path.write_text(f"{first}\n{json.dumps({'chat': messages})}\n")
+    first = json.dumps({"chat": CHATS[0]}) if source == LLAMA3 else ""
+    refused = json.dumps({"chat": messages})
+    path.write_text(f"{first}\n{refused}\n{refused}\n")
     template.write_text(source)
     with pytest.raises(DataError, match=f"a.jsonl, line 2: .*{said}"):
         rows(path, folder, messages_key="chat", chat_template=str(template))

@@ -234,6 +234,7 @@ def test_a_type_that_says_nothing_new_is_refused(tmp_path):
             "a.bin is llm.c's, of version 2; expected version 1",
         ),
     ],
+    ids=["empty", "half a token", "llm.c, cut", "llm.c, version 2"],
 )
 def test_bad_files_are_named(tmp_path, content, dtype, message):
     with pytest.raises(DataError, match=message):

@@ -37,7 +37,7 @@ def walk(phases: Phases, steps: int) -> list[Progress]:
     for step in range(1, steps + 1):
         here = found[-1]
         for phase in list(waiting):
-            if phase.step == step or phase.tokens is not None and here.tokens >= phase.tokens:
+            if phase.step == step or (phase.tokens is not None and here.tokens >= phase.tokens):
                 waiting.remove(phase)
                 size = phase.global_batch_size or size
         taken = take(here.position, size, phases.skip)

@@ -4,6 +4,7 @@ time.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -98,12 +99,12 @@ EARLY = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("policy", "error", "saved"), [("stop", "step 5", [2, 4]), ("rollback", "", [2, 4, 6])]
+    ("policy", "error", "saved"), [("stop", ".*step 5.*", [2, 4]), ("rollback", "", [2, 4, 6])]
 )
 def test_a_bad_step_is_undone_by_a_rollback_and_never_saved(pool, tmp_path, policy, error, saved):
     flags = [*EARLY, "--training.steps=6", "--checkpoint.interval=2", f"--guard.policy={policy}"]
     found = pool(2).run(poisoned_run, str(tmp_path), {5: float("nan")}, *flags)[0]
-    assert error in found["error"] and bool(error) == bool(found["error"])
+    assert re.fullmatch(error, found["error"], re.DOTALL)
     assert steps_in(tmp_path / "checkpoint") == saved
 
 

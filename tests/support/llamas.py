@@ -45,7 +45,7 @@ def built(args: LlamaArgs) -> Llama:
 
 
 def spec_of(args: LlamaArgs) -> ModelSpec:
-    """The family of arguments of a class that no other family has."""
+    """Return the first family whose arguments have this class."""
     return next(spec for spec in SPECS.values() if spec.args_class is type(args))
 
 
