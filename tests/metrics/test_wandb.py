@@ -91,6 +91,7 @@ def test_a_resumed_run_goes_on_under_its_id_and_the_environment_goes_before(tmp_
     for name in ("PROJECT", "NAME", "NOTES", "DIR", "RESUME", "RUN_ID"):
         monkeypatch.setenv(f"WANDB_{name}", "theirs")
     given = begun(True)
+    assert library.init.call_count == 4
     assert given["id"] == "theirs"
     assert not {"project", "name", "notes", "dir", "resume"} & set(given)
     assert (tmp_path / "wandb-run-id").read_text().strip() == "theirs"

@@ -274,8 +274,10 @@ def _stop(world: DistEnv) -> list[str]:
     with _watching(silent_beats=3.0) as (dog, said):
 
         def wake() -> None:
-            until(lambda: _unanswered(said))
-            os.kill(pids[1], signal.SIGCONT)
+            try:
+                until(lambda: _unanswered(said))
+            finally:
+                os.kill(pids[1], signal.SIGCONT)
 
         if world.rank == 0:
             threading.Thread(target=wake, daemon=True).start()
