@@ -145,7 +145,8 @@ def test_float8_is_multiplied_by_its_scales(tmp_path, grid, block):
 def _edit(file: Path, **tensors: torch.Tensor | None) -> None:
     """Change tensors of a file; None: take them out."""
     content = {**load_file(file), **tensors}
-    save_file({name: one for name, one in content.items() if one is not None}, file)
+    kept = {name: one for name, one in content.items() if one is not None}
+    save_file(kept, file, metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(

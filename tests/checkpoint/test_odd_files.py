@@ -104,7 +104,7 @@ def published(folder: Path) -> dict[str, Tensor]:
         shape = (experts, columns, rows // 32, 16)
         tensors[f"{name}_blocks"] = torch.randint(256, shape, dtype=torch.uint8)
         tensors[f"{name}_scales"] = torch.randint(251, shape[:3], dtype=torch.uint8)
-    save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = {**GPT_OSS.hf_config(GPT_OSS_ARGS), "quantization_config": {"quant_method": "mxfp4"}}
     (folder / "config.json").write_text(json.dumps(config))
     return tensors
@@ -144,6 +144,6 @@ def test_others_are_refused(tmp_path, change, words):
         del tensors[f"{name}_scales"]
     else:
         tensors[f"{name}_blocks"] = tensors[f"{name}_blocks"][..., :8].contiguous()
-    save_file(tensors, tmp_path / "model.safetensors")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=words):
         open_hf(tmp_path, None, None)

@@ -12,13 +12,13 @@ import torch
 
 from tests.support.checkpoints import unequal
 from tests.support.pool import Pools
+from tests.support.run_folders import strict_lines
 from tests.support.whole_runs import losses_of, make_trainer, train_run
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, steps_in
 from titanlite.checkpoint.resume import save_seed
 from titanlite.cli.hub.compare_checkpoints import Contents
 from titanlite.data.loader import TrainLoader
 from titanlite.dist.dist_env import DistEnv
-from titanlite.runs.read_jsonl import read_lines
 
 SEED = "--checkpoint.create_seed_checkpoint"
 
@@ -154,7 +154,7 @@ def test_a_skipped_batch_is_found(pool, left, tmp_path):
 def test_schedule_and_text_can_begin_anew(pool, left, tmp_path):
     anew = "--checkpoint.exclude_from_loading=lr_scheduler,dataloader"
     found = _resume(pool, 2, left, tmp_path / "run", anew, "--checkpoint.interval=5")
-    before = losses_of(read_lines(left / "metrics.jsonl"))
+    before = losses_of(strict_lines(left / "metrics.jsonl"))
     now = losses_of(found["rows"])
     assert [now[step][2] for step in (5, 6)] == [before[step][2] for step in (1, 2)]
     assert any("but with new schedule, text" in line for line in found["said"])

@@ -103,7 +103,8 @@ def test_a_rank_out_of_memory_says_what_to_change_and_the_run_resumes(tmp_path, 
     assert end["exit_code"] == exit_codes.LOST_PEER
     assert "rank 1" in end["reason"]
     text = finish(arguments, 2, tmp_path / "console")
-    assert re.search(r"resumed from step [24]\b", text), "a save in flight is not waited for"
+    newest = re.findall(r"resumed from step (\d+)", text)[0]
+    assert newest in ("2", "4"), "a save in flight is not waited for"
     _check_end(tmp_path, straight(2))
 
 

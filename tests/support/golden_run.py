@@ -8,7 +8,6 @@ profiled.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.support.ranks import check, train
+from tests.support.run_folders import strict_lines
 from tests.support.tiny import TWENTY_STEPS
 
 STEPS = 20
@@ -52,7 +52,7 @@ class GoldenRun:
         return [[line[20:] for line in output.splitlines()] for output in outputs]
 
     def events(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "guard.jsonl").read_text().splitlines()]
+        return strict_lines(self.folder / "guard.jsonl")
 
     def copy(self, target: Path, newest: int = MORE) -> Path:
         """Copy the run, with checkpoints up to this step."""

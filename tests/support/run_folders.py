@@ -77,3 +77,8 @@ def end(number: int, time: float, step: int, state: str = "done", **more: Any) -
 def written(folder: Path, *entries: Any) -> Path:
     """Write a record of these lines."""
     return write_metrics(folder, entries, ATTEMPTS)
+
+
+def strict_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the JSON objects of a file that holds nothing else."""
+    return [json.loads(line) for line in file.read_text().splitlines()]

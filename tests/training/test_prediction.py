@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from tests.support.run_folders import strict_lines
 from tests.support.run_of import run_from
 from tests.support.tiny import EIGHT_STEPS
 from tests.support.whole_runs import make_trainer, outcome_of
@@ -132,10 +131,6 @@ def watch(tmp_path):
     return watch
 
 
-def _alarms(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "guard.jsonl").read_text().splitlines()]
-
-
 def test_each_episode_is_told_once_and_a_window_counts_all_its_steps(watch, tmp_path):
     good, bad = 11.9, 12.1
     outside = [*range(20, 80, 10), *range(90, 190, 10), 200, *range(220, 290, 10)]
@@ -143,7 +138,7 @@ def test_each_episode_is_told_once_and_a_window_counts_all_its_steps(watch, tmp_
         memory = bad if step in outside else good
         figures = {"tps": 130.0, "memory_gib": memory, "reserved_gib": 13.0}
         watch.on_log(SimpleNamespace(step=step, validated=None), figures)
-    rows = _alarms(tmp_path)
+    rows = strict_lines(tmp_path / "guard.jsonl")
     assert [row["step"] for row in rows] == [60, 130, 260]
     assert {(row["figure"], row["measured"]) for row in rows} == {("memory_gib", bad)}
 
@@ -153,7 +148,7 @@ def test_steps_after_a_rollback_count_from_its_checkpoint(watch, tmp_path):
     watch.on_rollback(SimpleNamespace(step=0))
     for step in (20, 49, 50, 60):
         watch.on_log(SimpleNamespace(step=step, validated=None), {"tps": 79.0})
-    (row,) = _alarms(tmp_path)
+    (row,) = strict_lines(tmp_path / "guard.jsonl")
     assert row["step"] == 50
 
 

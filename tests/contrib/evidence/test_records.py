@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import titanlite
+from tests.support.run_folders import strict_lines
 from tests.support.tiny import EIGHT_STEPS
 from titanlite.cli.main import main
-from titanlite.runs.read_jsonl import read_lines
 
 SAVES = ["--checkpoint.enable_checkpoint", "--checkpoint.interval=2", "--no-validation.enable"]
 
@@ -45,7 +45,9 @@ def test_the_records_of_a_good_run_fit(good: Path) -> None:
     code, states, _ = judged(good)
     names = ("saves", "record", "resumes", "data")
     assert (code, states) == (0, dict.fromkeys(names, "holds"))
-    (verdict,) = [line for line in read_lines(good / "attempts.jsonl") if line["event"] == "resume"]
+    (verdict,) = [
+        line for line in strict_lines(good / "attempts.jsonl") if line["event"] == "resume"
+    ]
     manifest = json.loads((good / "checkpoint" / "step-4" / "manifest.json").read_text())
     assert verdict["next_batch"] == manifest["train"]["resume"]["next_batch"]
     assert (verdict["step"], verdict["verified"]) == (4, True)

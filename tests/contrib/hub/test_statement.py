@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.pool import Pools
-from tests.support.run_folders import written
+from tests.support.run_folders import strict_lines, written
 from tests.support.steps import train_rows
 from titanlite import load_config
 from titanlite.assembly.datasets import read_datasets
@@ -24,7 +24,6 @@ from titanlite.contrib.hub.data_statement import sources_of
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.dist.dist_env import DistEnv
 from titanlite.metrics.energy import EnergyMeter
-from titanlite.runs.read_jsonl import read_lines
 
 SEQ, STEPS, BATCH = 64, 8, 4
 FLAGS = [
@@ -97,7 +96,7 @@ def test_tokens_of_sources_hours_and_flops(
     weights = 4 * 256**2 + 3 * 256 * 768 + 3 * 256 + 2304 * 256
     assert found["flops_per_token"] == 6 * weights + 12 * 256 * SEQ
     assert found["flops"] == found["tokens"] * found["flops_per_token"]
-    lines = read_lines(run / "attempts.jsonl")
+    lines = strict_lines(run / "attempts.jsonl")
     ends = [line["time"] for line in lines if line["event"] in ("start", "end")]
     times = [datetime.fromisoformat(end).timestamp() for end in ends]
     hours = [(times[1] - times[0]) / 3600, (times[3] - times[2]) / 3600]
@@ -121,7 +120,7 @@ def test_without_the_run_what_only_it_knows_is_not_stated_and_measured_energy_is
     assert (found["hours"], found["peak_memory_gib"]) == ([], None)
     assert "| time | not stated |" in page
     copy = shutil.copytree(run, tmp_path / "run")
-    lines = read_lines(run / "attempts.jsonl")
+    lines = strict_lines(run / "attempts.jsonl")
     written(copy, *(one | {"joules": 1.8e6} if one["event"] == "end" else one for one in lines))
     found, page = statement(copy, tmp_path / "again")
     assert found["gpu_energy_kwh"] == 1.0
