@@ -22,7 +22,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         )
         warnings.warn(message, stacklevel=1)
         pytest.skip(message)
-    with cluster(tmp_path_factory.mktemp("slurm")) as one:
+    with cluster(tmp_path_factory.mktemp("slurm"), patience=30) as one:
         yield one
 
 

@@ -105,7 +105,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def cluster(root: Path, patience: int = 10) -> Iterator[Cluster]:
+def cluster(root: Path, patience: int) -> Iterator[Cluster]:
     """Start a cluster below `root`, and end it.
 
     patience: seconds until Slurm takes a node for lost; its own default is 300.
