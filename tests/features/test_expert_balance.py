@@ -166,6 +166,7 @@ def _uneven(world: DistEnv, folder: str, *flags: str) -> list[dict[str, Any]]:
     return [row for row in written_rows(world, folder) if "loss" in row][-5:]
 
 
+@pytest.mark.slow
 def test_each_way_evens_out_an_uneven_load_and_nothing_else_does(pool, tmp_path):
     """The largest of 8 shares, of which a token has two: 0.125 is even, and 0.5 is all tokens."""
     shares, losses = {}, {}

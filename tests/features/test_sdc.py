@@ -123,6 +123,7 @@ def _assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert_equal(one["weights"], other["weights"])
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
@@ -150,6 +151,7 @@ def test_a_run_whose_steps_all_run_twice_is_the_same(pool, tmp_path, ranks, flag
         _assert_same(*pair)
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize(
     ("ranks", "flags", "flip", "named"),
     [

@@ -55,6 +55,7 @@ TP = "--training.tensor_parallel_degree=2"
 PP = "--experimental.pipeline_parallel_degree=2"
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [

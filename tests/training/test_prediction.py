@@ -69,6 +69,7 @@ def kept(capsys, folder, ranks, steps):
     return plan
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_leaves_its_prediction_tells_it_once_after_exactly_fifty_steps(
     pool, tmp_path, capsys, ranks
@@ -103,6 +104,7 @@ def test_a_run_that_leaves_its_prediction_tells_it_once_after_exactly_fifty_step
     assert line in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_as_predicted_raises_no_alarm(pool, tmp_path, capsys):
     kept(capsys, tmp_path, 1, 300)
     curve = [{"step": step, "loss": 5.0, "low": 0.0, "high": 20.0} for step in (1, 300)]
