@@ -69,14 +69,15 @@ FAULTS = tuple(read_faults(Path(__file__).with_suffix(".txt").read_text()))
 
 
 def problems_of(fault: Fault, root: Path = ROOT) -> list[str]:
-    """Return why a fault cannot be seeded: a test file is gone, an old text is not there once,
-    broken syntax.
+    """Return why a fault cannot be seeded: a test is gone, an old text is not there once, broken
+    syntax.
     """
-    found = [
-        f"no tests/{test}"
-        for test in fault.tests
-        if not (root / "tests" / test.partition("::")[0]).is_file()
-    ]
+    found = []
+    for test in fault.tests:
+        file, _, name = test.partition("::")
+        tests = root / "tests" / file
+        if not tests.is_file() or name.partition("[")[0] not in tests.read_text():
+            found.append(f"no tests/{test}")
     path = root / "titanlite" / fault.file
     if not path.is_file():
         return [*found, f"no titanlite/{fault.file}"]
