@@ -76,15 +76,15 @@ WAYS: dict[str, tuple[int, list[str]]] = {
 @pytest.fixture(scope="module")
 def run_in(
     pool: Pools, tmp_path_factory: pytest.TempPathFactory, base: Path, adapters: Path
-) -> Callable[[str], tuple[Path, list[dict[str, Any]]]]:
-    """Two steps from PEFT's adapters, once in each way: the run's folder, and what ranks saw."""
+) -> Callable[[str], list[dict[str, Any]]]:
+    """What ranks saw in two steps from PEFT's adapters, taken once in each way."""
 
     @cache
-    def run(way: str) -> tuple[Path, list[dict[str, Any]]]:
+    def run(way: str) -> list[dict[str, Any]]:
         ranks, more = WAYS[way]
         folder = tmp_path_factory.mktemp("run")
         flags = run_flags(base, f"--lora.adapter={adapters}", "--training.steps=2", *more)
-        return folder, pool(ranks).run(train_seen, str(folder), *flags)
+        return pool(ranks).run(train_seen, str(folder), *flags)
 
     return run
 
@@ -92,7 +92,7 @@ def run_in(
 @pytest.fixture(scope="module")
 def of_peft(base: Path, run_in: Callable[[str], Any]) -> tuple[dict[str, Any], float]:
     """Gradients and loss of PEFT, of the first batch of a run."""
-    _, found = run_in("FSDP 2")
+    found = run_in("FSDP 2")
     return peft_gradients(base, [batch for one in found for batch in one["batches"]])
 
 
@@ -107,7 +107,7 @@ def changed(found: dict[str, Any]) -> set[str]:
 def test_gradients_are_those_of_peft(run_in, of_peft, way):
     """Gradients, loss and what changes."""
     expected, loss = of_peft
-    _, found = run_in(way)
+    found = run_in(way)
     assert len(expected) == 28
     assert_near(found[0]["gradients"], expected, 2e-6)
     assert found[0]["rows"][0]["loss"] == pytest.approx(loss, abs=2e-6)
@@ -143,9 +143,9 @@ def test_a_resume_is_exact(pool, tmp_path, base):
     assert_equal(resumed["end"], straight["end"])
 
 
-def test_a_checkpoint_holds_adapters_alone(base, run_in):
-    run, (found, _) = run_in("FSDP 2")
-    folder = run / "checkpoint" / "step-2"
+def test_a_checkpoint_holds_adapters_alone(pool, tmp_path, base):
+    found = pool(2).run(train_seen, str(tmp_path), *run_flags(base, "--training.steps=2"))[0]
+    folder = tmp_path / "checkpoint" / "step-2"
     manifest = read_manifest(folder)
     weights = {name for name in manifest.tensors if name.startswith("model.")}
     assert weights == {f"model.{name}" for name in found["adapters"]}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, python
 from tests.support.scripts import load_script
 
 RECIPE = load_script("recipe")
@@ -27,10 +25,17 @@ def test_every_place_of_a_recipe_exists():
 def test_a_recipe_prints_its_places_and_fits_a_screen():
     for heading, text in RECIPE.recipes().items():
         assert len(text.split()) < 260, heading
-    words = [sys.executable, str(ROOT / "scripts" / "recipe.py"), "decay"]
-    printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    assert "DECAYS = {" in printed and "def test_decay_shapes_halfway" in printed
-    assert "from titanlite.optim.schedule import lr_factor\n" in printed
+    done = python("scripts/recipe.py", "decay")
+    assert done.returncode == 0
+    assert "DECAYS = {" in done.stdout and "def test_decay_shapes_halfway" in done.stdout
+    assert "from titanlite.optim.schedule import lr_factor\n" in done.stdout
+
+
+def test_a_word_of_no_recipe_lists_them_and_key_prints_one():
+    done = python("scripts/recipe.py", "nope")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines()[1:] == list(RECIPE.recipes())
+    assert python("scripts/recipe.py", "key").stdout.count("\n## ") == 0
 
 
 def test_one_command_writes_what_the_tests_compare():
