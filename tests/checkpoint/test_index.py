@@ -4,7 +4,6 @@ manifest.
 
 from __future__ import annotations
 
-import enum
 import json
 import pickle
 import shutil
@@ -64,7 +63,11 @@ def _refusal(world: DistEnv, folder: Path, **fields: Any) -> str:
 def test_an_index_of_an_early_python_3_11_is_read(tmp_path, monkeypatch):
     """It pickles members of an enum as `getattr(class, name)`."""
     index = pickle.loads((GOOD / ".metadata").read_bytes())
-    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", enum.pickle_by_enum_name)
+
+    def by_name(member, protocol):
+        return getattr, (type(member), member.name)
+
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
     data = pickle.dumps(index)
     assert b"getattr" in data
     assert Contents(_changed(tmp_path, data)).read("model.output.weight").shape == (6, 4)

@@ -119,17 +119,18 @@ def test_a_second_run_is_refused_by_name_and_the_lock_of_a_killed_one_is_taken_o
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stdout.readline() == "held\n"
-        with pytest.raises(LockedError) as refused:
-            RunLock(tmp_path).__enter__()
-        since = _held(tmp_path)["since"]
-        holder = f"process {process.pid} on {os.uname().nodename}, since {since}"
-        for word in (str(tmp_path / FILE), holder, "--job.dump_folder"):
-            assert word in str(refused.value)
-        assert refused.value.exit_code == exit_codes.CHECKPOINT
-        assert last_sign_of_life(tmp_path) is not None
-        process.kill()
-        process.wait()
+        try:
+            assert process.stdout.readline() == "held\n"
+            with pytest.raises(LockedError) as refused:
+                RunLock(tmp_path).__enter__()
+            since = _held(tmp_path)["since"]
+            holder = f"process {process.pid} on {os.uname().nodename}, since {since}"
+            for word in (str(tmp_path / FILE), holder, "--job.dump_folder"):
+                assert word in str(refused.value)
+            assert refused.value.exit_code == exit_codes.CHECKPOINT
+            assert last_sign_of_life(tmp_path) is not None
+        finally:
+            process.kill()
     assert _held(tmp_path)["process"]["id"] == process.pid, "a killed process leaves its lock"
     assert last_sign_of_life(tmp_path) is None, "and the process shows at once that it is dead"
     with RunLock(tmp_path):

@@ -231,7 +231,7 @@ def test_the_tiers_of_the_tests(machine):
     assert "-m not slow" in quick[-1]
     assert quick[-1].endswith("tests/config -k a b")
     for words in (["run_tests.sh", "--full"], [".ci/run"]):
-        machine.run(*words)
+        machine.run(*words, PYTHON="python3")
         last = machine.calls()[-1]
         assert "-m pytest" in last and "slow" not in last and "--full" not in last
 
