@@ -10,7 +10,7 @@ import contextlib
 import importlib.util
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ def quiet() -> Iterator[None]:
 
 
 class Contents:
-    """Reads the tensors of one checkpoint, one at a time."""
+    """Reads the tensors of one checkpoint."""
 
     def __init__(self, folder: AnyPath, manifest: Manifest | None = None) -> None:
         """Raises CheckpointError when it is not a valid checkpoint.
@@ -56,17 +56,27 @@ class Contents:
 
     def read(self, name: str) -> torch.Tensor:
         """Return a whole tensor on the CPU. Raises CheckpointError when it cannot be read."""
-        dtype, shape = self.manifest.tensors[name]
-        state = {name: torch.empty(shape, dtype=getattr(torch, dtype))}
+        return self.read_all([name])[name]
+
+    def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return whole tensors on the CPU by name, which takes less than one `read` each.
+
+        Raises CheckpointError.
+        """
+        state = {}
+        for name in names:
+            dtype, shape = self.manifest.tensors[name]
+            state[name] = torch.empty(shape, dtype=getattr(torch, dtype))
         try:
             with quiet():
                 dcp.load(state, storage_reader=self._reader, no_dist=True)
         except (CheckpointException, Exception) as error:
+            what = names[0] if len(names) == 1 else f"one of {len(names)} tensors"
             raise CheckpointError(
-                f"{name} cannot be read from {self.folder}: {error!r}; `titanlite checkpoint "
+                f"{what} cannot be read from {self.folder}: {error!r}; `titanlite checkpoint "
                 f"verify {self.folder}` tells which file is damaged"
             ) from error
-        return state[name]
+        return state
 
 
 class TensorDifference(NamedTuple):

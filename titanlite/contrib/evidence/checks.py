@@ -153,9 +153,7 @@ class Proof:
             for name in _FIGURES:
                 if name in row and after < row["step"] <= last:
                     found[f"{name} of step {row['step']}"] = row[name]
-        for name in contents.manifest.tensors:
-            found[name] = contents.read(name)
-        return found
+        return found | contents.read_all(list(contents.manifest.tensors))
 
     def _fault(self, name: str) -> str:
         """Return the flag that adds a callback of `titanlite.contrib.evidence.faults`."""
