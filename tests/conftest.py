@@ -143,12 +143,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path, 1.0 + rest[item.path]))
 
 
+_POOLS = Pools()
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pools]:
     """`pool(n)`: n real gloo ranks. See tests/support/pool.py."""
-    pools = Pools()
-    yield pools
-    pools.close()
+    yield _POOLS
+    _POOLS.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _free_memory() -> Iterator[None]:
+    """End many ranks with their file: they keep memory that other processes of pytest need."""
+    yield
+    _POOLS.close(least=4)
 
 
 @pytest.fixture(scope="session")

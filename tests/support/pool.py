@@ -246,7 +246,7 @@ class RankPool:
 
 
 class Pools:
-    """The pools of a test session, by size, each started when it is first used."""
+    """The pools of a test session, by size, each started when it is used."""
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
@@ -254,6 +254,8 @@ class Pools:
     def __call__(self, size: int) -> RankPool:
         return self._pools.setdefault(size, RankPool(size))
 
-    def close(self) -> None:
-        for pool in self._pools.values():
-            pool.close()
+    def close(self, least: int = 1) -> None:
+        """End the pools of at least so many ranks; the next job starts them again."""
+        for size, pool in self._pools.items():
+            if size >= least:
+                pool.close()
