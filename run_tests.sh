@@ -60,10 +60,12 @@ stage "ruff format" "$TITANLITE_PYTHON" -m ruff format --check --quiet .
 stage "mypy" "$TITANLITE_PYTHON" -m mypy
 [ "$status" -eq 0 ] || printf '\nlint, formatting or types failed (see above); the tests run all the same\n'
 
-# Files go to two processes, each with its own ranks, the long ones first (tests/conftest.py). A third one was no
-# gain: ranks keep memory, and three times theirs is more than 24 GB. A call with arguments may want a debugger, or
-# one test.
-spread=(-n 2 --dist loadfile --no-loadscope-reorder)
+# Files go to processes, each with its own ranks, the long ones first (tests/conftest.py). The quick tests compute. Of
+# the others many wait, for a time limit or a program: a third process computes meanwhile. All have 12 GB in the end.
+# A call with arguments may want a debugger, or one test.
+processes=2
+[ "$tier" != full ] || processes=3
+spread=(-n "$processes" --dist loadfile --no-loadscope-reorder)
 [ "${#arguments[@]}" -eq 0 ] || spread=()
 
 # Last, so that pytest's closing line ends the output.
