@@ -61,7 +61,7 @@ stage "mypy" "$TITANLITE_PYTHON" -m mypy
 [ "$status" -eq 0 ] || printf '\nlint, formatting or types failed (see above); the tests run all the same\n'
 
 # Files go to processes, each with its own ranks, the long ones first (tests/conftest.py). The quick tests compute. Of
-# the others many wait, for a time limit or a program: a third process computes meanwhile. All have 12 GB in the end.
+# the others many wait, for a time limit or a program: a third process computes meanwhile. Together they need 12 GB.
 # A call with arguments may want a debugger, or one test.
 processes=2
 [ "$tier" != full ] || processes=3
