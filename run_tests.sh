@@ -60,9 +60,9 @@ stage "ruff format" "$TITANLITE_PYTHON" -m ruff format --check --quiet .
 stage "mypy" "$TITANLITE_PYTHON" -m mypy
 [ "$status" -eq 0 ] || printf '\nlint, formatting or types failed (see above); the tests run all the same\n'
 
-# Files go to processes, each with its own ranks, the long ones first (tests/conftest.py). The quick tests compute. Of
-# the others many wait, for a time limit or a program: a third process computes meanwhile. Together they need 12 GB.
-# A call with arguments may want a debugger, or one test.
+# Files go to processes, each with its own ranks, the long ones first (tests/conftest.py). In the full tier a tenth of
+# two cores is idle while tests wait, so a third process computes; together they need 12 GB. Soak tests have eight ranks,
+# which take more. A call with arguments may want a debugger, or one test.
 processes=2
 [ "$tier" != full ] || processes=3
 spread=(-n "$processes" --dist loadfile --no-loadscope-reorder)

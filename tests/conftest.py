@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -27,8 +28,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Many ranks share few cores. One that wakes up lets the others go on: steps take an eighth less.
-if hasattr(os, "SCHED_BATCH"):
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 preload_more()
 
@@ -143,6 +145,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path, 1.0 + rest[item.path]))
 
 
+#: No fixture, so that `_free_memory` can use it: with `pool` every file would count as computing.
 _POOLS = Pools()
 
 

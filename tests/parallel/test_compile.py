@@ -235,7 +235,7 @@ def _train_with_cache(
     """
     counters = torch._dynamo.utils.counters
     counters.clear()
-    # Kernels of torch in place of C++ code, which takes 20 s to compile: the graphs stay.
+    # Kernels of torch in place of C++ code, which takes 20 s to compile. Graphs are cached as ever.
     with patch.dict(os.environ), torch._inductor.config.patch(fallback_by_default=True):
         use_cache_folder(folder)
         curve = train_afresh(world, run)

@@ -62,7 +62,7 @@ NUMBERS = (
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     with tarfile.open(ARCHIVE) as archive:
-        # Python 3.11.2, as Debian has it, knows no `filter=`.
+        # Python 3.11.2, as Debian has it, lacks `filter=`.
         archive.extraction_filter = getattr(tarfile, "data_filter", None)
         archive.extractall(tmp_path)
     return tmp_path

@@ -35,9 +35,8 @@ DOCUMENTS = (
     (torch.rand(TOKENS.shape, generator=torch.Generator().manual_seed(0)) < 0.1).long().cumsum(-1)
 )
 DOCUMENTS -= DOCUMENTS[..., :1].clone()
-#: Learning rates: AdamW's with a warm-up, SGD's.
+#: Learning rates with a warm-up.
 WARM = [3e-3 * min(1.0, (n + 1) / 5) for n in range(STEPS)]
-FLAT = [0.1] * STEPS
 
 
 def distance(a: list[float], b: list[float]) -> float:

@@ -3,13 +3,14 @@
 A cell is a config: flags as a user gives them, over the default TOML. What the config takes trains
 as `transformers` does on one process, or a module in plain torch (`REFERENCES`); what it refuses is
 refused with its reason. test_grid.py runs the cells on one and two ranks,
-test_grid_of_four_ranks.py the others, so that two processes share the work. The name of a row says
+test_grid_of_four_ranks.py the others, so that processes share the work. The name of a row says
 all of it: each of its words stands in `FAMILIES`, `DEGREES` or `WORDS`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,6 @@ import pytest
 
 from tests.support.compare import (
     DOCUMENTS,
-    FLAT,
     GLOBAL_BATCH,
     LABELS,
     SEQ,
@@ -201,6 +201,9 @@ class Column:
     flags: dict[str, Any]
 
 
+#: Learning rates of three steps. The weights after them show the moments of all three.
+SHORT = {"AdamW": [1e-3, 2e-3, 3e-3], "SGD": [0.13] * 3}
+
 COLUMNS = {
     # SGD adds no rounding of its own, so weights are held to 1e-6.
     "at once": Column(1, "SGD", {}),
@@ -348,17 +351,18 @@ def config_of(row: str, column: Column) -> RunConfig:
     )
 
 
-def run_of(config: RunConfig, optimizer: str = "AdamW", steps: int = 3) -> Run:
+def run_of(
+    config: RunConfig, optimizer: str = "AdamW", rates: Sequence[float] | None = None
+) -> Run:
     """The cell on dumped batches.
 
-    Three steps: gradients of the first weights, of updated ones, and of those that moments of two
-    steps updated.
+    rates: of each step; None: those of `SHORT`.
     """
     mesh, batch = config.mesh, config.batch
     run = Run(
         TOKENS,
         LABELS,
-        (FLAT if optimizer == "SGD" else WARM)[:steps],
+        list(rates or SHORT[optimizer]),
         family=config.model.name,
         args=config.model_args(),
         training=config.training,
@@ -424,8 +428,8 @@ def grid_on(*ranks: int) -> tuple[Any, ...]:
         done = COLUMNS[column]
         # Twenty steps of AdamW in one cell: longer runs of the others would show nothing that this
         # does not.
-        steps = 20 if (row, column) == ("cp 2", "accumulated") else 3
-        references.compare(run_of(config_of(row, done), done.optimizer, steps), ranks_of(row))
+        rates = WARM if (row, column) == ("cp 2", "accumulated") else None
+        references.compare(run_of(config_of(row, done), done.optimizer, rates), ranks_of(row))
 
     @some(MORE, QUICK_MORE)
     def other(references: References, row: str) -> None:
@@ -445,7 +449,7 @@ def grid_on(*ranks: int) -> tuple[Any, ...]:
         of them.
         """
         low = Column(2, "AdamW", {"training.mixed_precision_param": "bfloat16"})
-        run = run_of(config_of(row, low), steps=8)
+        run = run_of(config_of(row, low), rates=WARM[:8])
         assert run.training.mixed_precision_param == "bfloat16"
         plain, *others = references.seeds(run)
         far = distance(references.losses(run, ranks_of(row)), plain)

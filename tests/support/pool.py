@@ -246,7 +246,7 @@ class RankPool:
 
 
 class Pools:
-    """The pools of a test session, by size, each started when it is used."""
+    """The pools of a test session, by size, each started when it is first needed."""
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}

@@ -59,7 +59,7 @@ class Contents:
         return self.read_all([name])[name]
 
     def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return whole tensors on the CPU by name, which takes less than one `read` each.
+        """Return whole tensors on the CPU by name, in one pass: faster than a `read` of each.
 
         Raises CheckpointError.
         """
