@@ -196,7 +196,7 @@ def test_bad_columns_are_named_by_row(tmp_path, values, message):
         ),
         ("a", b'[\n{"text": "a"}\n]', "Of an array `jq -c '.[]'` writes them"),
         ("a.CSV", b"text\na\n", "CSV is not read; write parquet: python -c"),
-        ("a.tsv.gz", gzip.compress(b"text\na\n"), "CSV is not read"),
+        ("a.tsv.gz", gzip.compress(b"text\na\n", mtime=0), "CSV is not read"),
         ("a.parquet", b"<!DOCTYPE html>", "is no parquet file; copy it again"),
         ("a.txt", b"version https://git-lfs.github.com/spec/v1", "is a pointer of Git LFS"),
         ("a.md", "text\na\n".encode("utf-16"), "is a file of another kind"),
