@@ -202,7 +202,7 @@ class Column:
 
 
 #: Learning rates of three steps. The weights after them show the moments of all three.
-SHORT = {"AdamW": [1e-3, 2e-3, 3e-3], "SGD": [0.13] * 3}
+SHORT = {"AdamW": [1e-3, 2e-3, 3e-3], "SGD": [0.4 / 3] * 3}
 
 COLUMNS = {
     # SGD adds no rounding of its own, so weights are held to 1e-6.
